@@ -1,0 +1,38 @@
+# Every target sets up .venv first; nothing else is needed but Python 3.11 or newer and a C++ compiler (for torch.compile).
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test test-slow lint format bench clean
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/python -c "import torch; assert torch.cuda.is_available() or torch.version.cuda is None, 'a CUDA build of torch was installed on a machine without a GPU'"
+	touch $(READY)
+
+demo: $(READY)  ## train on the embedded digits and write the report, about two minutes
+	$(BIN)/revode train --out runs/demo --overwrite
+
+test: $(READY)  ## the everyday suite, under 8 minutes on 2 cores
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow" $(ARGS)
+
+test-slow: $(READY)  ## what takes longer than the everyday suite allows
+	OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m slow $(ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check src tests benchmarks examples
+	$(BIN)/ruff format --check src tests benchmarks examples
+	$(BIN)/pyright
+
+format: $(READY)
+	$(BIN)/ruff check --fix src tests benchmarks examples
+	$(BIN)/ruff format src tests benchmarks examples
+
+bench: $(READY)
+	$(BIN)/revode bench
+
+clean:
+	rm -rf $(VENV) build runs .hypothesis .ruff_cache

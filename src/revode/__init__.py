@@ -1,0 +1,54 @@
+"""revode: residual networks of any depth in the activation memory of one block.
+
+Names are loaded on first use, so that ``import revode`` and ``revode --help`` do not pay for what they do not touch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from revode.engine import ReversibleSequence as ReversibleSequence
+    from revode.fields import AntisymmetricField as AntisymmetricField
+    from revode.fields import OneLayerField as OneLayerField
+    from revode.fields import SymmetricField as SymmetricField
+    from revode.operators import AntisymmetricConv as AntisymmetricConv
+    from revode.operators import Conv as Conv
+    from revode.operators import Dense as Dense
+    from revode.schemes import AdditiveCoupling as AdditiveCoupling
+    from revode.schemes import Leapfrog as Leapfrog
+    from revode.schemes import MidPoint as MidPoint
+    from revode.schemes import Momentum as Momentum
+    from revode.schemes import Verlet as Verlet
+
+_HOMES = {
+    "ReversibleSequence": "revode.engine",
+    "AntisymmetricField": "revode.fields",
+    "OneLayerField": "revode.fields",
+    "SymmetricField": "revode.fields",
+    "AntisymmetricConv": "revode.operators",
+    "Conv": "revode.operators",
+    "Dense": "revode.operators",
+    "AdditiveCoupling": "revode.schemes",
+    "Leapfrog": "revode.schemes",
+    "MidPoint": "revode.schemes",
+    "Momentum": "revode.schemes",
+    "Verlet": "revode.schemes",
+}
+
+__all__ = ["__version__", *_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> object:
+    if name in _HOMES:
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'revode' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

@@ -1,0 +1,82 @@
+"""Bytes that autograd keeps, counted.
+
+`SavedTensors` watches everything saved for backward inside a block; `graph_bytes` asks a graph that already exists. Both count
+each storage once and leave out what exists anyway (parameters and other tensors named by the caller).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def _storage_key(tensor: Tensor) -> tuple[str, int]:
+    return str(tensor.device), tensor.untyped_storage().data_ptr()
+
+
+class SavedTensors:
+    """A context that counts the bytes saved for backward while it is entered.
+
+    Args:
+        exclude: tensors that are alive anyway, usually ``model.parameters()``.
+    """
+
+    def __init__(self, exclude: Iterable[Tensor] = ()) -> None:
+        self._excluded = {_storage_key(tensor) for tensor in exclude}
+        self._seen: dict[tuple[str, int], Tensor] = {}
+        self.num_bytes = 0
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        key = _storage_key(tensor)
+        if key not in self._excluded and key not in self._seen:
+            self._seen[key] = tensor.detach()  # kept until exit, so that no address is used twice
+            self.num_bytes += tensor.untyped_storage().nbytes()
+        return tensor
+
+    def __enter__(self) -> SavedTensors:
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._hooks.__exit__(*exception)
+        self._seen.clear()
+
+
+def graph_bytes(output: Tensor, inputs: Iterable[Tensor], exclude: Iterable[Tensor] = ()) -> int:
+    """Bytes that the graph from `inputs` to `output` has saved, by walking it.
+
+    Args:
+        output: where the graph ends.
+        inputs: where to stop; what made these is not counted.
+        exclude: tensors that are alive anyway.
+    """
+    visited: set[Any] = {tensor.grad_fn for tensor in inputs}
+    seen = {_storage_key(tensor) for tensor in exclude}
+    total = 0
+    pending = [output.grad_fn]
+    while pending:
+        node = pending.pop()
+        if node is None or node in visited:
+            continue
+        visited.add(node)
+        pending.extend(next_node for next_node, _ in node.next_functions)
+        for tensor in _saved_by(node):
+            key = _storage_key(tensor)
+            if key not in seen:
+                seen.add(key)
+                total += tensor.untyped_storage().nbytes()
+    return total
+
+
+def _saved_by(node: Any) -> list[Tensor]:
+    """The tensors one node of a graph keeps."""
+    values = list(getattr(node, "saved_tensors", ()))
+    for name in dir(node):
+        if name.startswith("_saved_"):
+            value = getattr(node, name)
+            values.extend(value if isinstance(value, tuple | list) else [value])
+    return [value for value in values if isinstance(value, Tensor)]

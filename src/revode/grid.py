@@ -1,0 +1,83 @@
+"""The fixed-point grid on which reversing is exact.
+
+On multiples of 2^-k, additions and subtractions of floating-point numbers with t mantissa bits are exact while the result
+stays below 2^(t-k) in magnitude. So if a state lives on the grid and every increment is rounded to it before it is added,
+q' = ±p + φ and p = ±(q' - φ) are exact inverses, bit for bit, at any depth.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DEFAULT_BITS = 14
+_MANTISSA_BITS = {torch.float32: 24, torch.float64: 53}
+
+
+class _RoundToGrid(torch.autograd.Function):
+    """round(x 2^k) / 2^k with the identity as its gradient, handed on in the strides of x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        ctx.strides = x.stride()
+        return torch.mul(x, scale).round_().mul_(1.0 / scale)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        return with_strides(grad_outputs[0], ctx.strides), None
+
+
+def with_strides(x: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """x itself if it is laid out so, else a copy that is: kernels may give other bits on another layout."""
+    if x.stride() == strides:
+        return x
+    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
+
+
+class Grid:
+    """Multiples of 2^-bits.
+
+    Args:
+        exact: True for 14 bits, or the number of bits.
+    """
+
+    def __init__(self, exact: bool | int) -> None:
+        bits = DEFAULT_BITS if exact is True else exact
+        if not isinstance(bits, int) or not 1 <= bits <= 23:
+            raise ValueError(f"exact must be False, True or the grid's bits from 1 to 23, got {exact!r}")
+        self.bits = bits
+
+    def limit(self, dtype: torch.dtype) -> float:
+        """The magnitude below which a state of `dtype` is exact."""
+        if dtype not in _MANTISSA_BITS:
+            raise ValueError(f"exact needs states of dtype float32 or float64, got {dtype}: convert the input first")
+        return 2.0 ** (_MANTISSA_BITS[dtype] - self.bits)
+
+    def round(self, x: Tensor) -> Tensor:
+        """The nearest grid points; the gradient passes unchanged."""
+        return _RoundToGrid.apply(x, 2.0**self.bits)  # type: ignore[return-value]
+
+    def check(self, state: Tensor, where: str) -> None:
+        """Refuse a state that is not finite or out of range, before anything is computed from it.
+
+        Args:
+            state: the tensor to look at.
+            where: its place, for the message.
+        """
+        limit = self.limit(state.dtype)
+        if state.numel() == 0:
+            return
+        low, high = torch.aminmax(state.detach())
+        if torch.compiler.is_compiling():
+            inside = (low > -limit) & (high < limit)
+            torch.ops.aten._assert_async.msg(inside, f"revode: exact state out of range {limit:g} or NaN {where}")
+            return
+        low, high = low.item(), high.item()
+        if not (low > -limit and high < limit):
+            found = "NaN" if low != low else f"magnitude {max(-low, high):.4g}"
+            raise ValueError(
+                f"exact={self.bits} holds states of magnitude below {limit:g} only, found {found} {where}: "
+                f"use fewer grid bits, a smaller h, or exact=False"
+            )

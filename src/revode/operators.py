@@ -1,0 +1,146 @@
+"""Linear maps with an exact adjoint: ``forward`` applies K, ``adjoint`` applies K' with the same parameters.
+
+Convolutions have stride 1, odd kernels and zero ("same") padding, so that K and K' map between tensors of one spatial
+size and ⟨Kx, y⟩ = ⟨x, K'y⟩ holds to round-off.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+_CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+_CONV_TRANSPOSE = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
+
+
+def adjoint_kernel(weight: Tensor) -> Tensor:
+    """The kernel whose convolution is the adjoint: channels transposed *and* every spatial axis flipped."""
+    return weight.transpose(0, 1).flip(tuple(range(2, weight.dim())))
+
+
+def _require_positive(name: str, value: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} must be a positive integer, got {value!r}")
+    return value
+
+
+def _require_size(kind: str, x: Tensor, dim: int, size: int) -> None:
+    if x.dim() <= (dim if dim >= 0 else -dim - 1) or x.shape[dim] != size:
+        raise ValueError(f"{kind} expects {size} channels in dimension {dim}, got a tensor of shape {tuple(x.shape)}")
+
+
+class LinearOperator(nn.Module, abc.ABC):
+    """A linear map K with one parameter ``weight``; ``forward(x, b)`` is Kx + b and ``adjoint(y)`` is K'y."""
+
+    weight: nn.Parameter
+    channel_dim: int
+    """The dimension that K acts on as a matrix; biases and norms broadcast along it."""
+    in_channels: int
+    out_channels: int
+
+    @abc.abstractmethod
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Kx, plus the bias of each output channel if one is given."""
+
+    @abc.abstractmethod
+    def adjoint(self, y: Tensor) -> Tensor:
+        """K'y."""
+
+    def reset_parameters(self) -> None:
+        """Draw the kernel as the paper's authors did: normal with std sqrt(2 / (kernel volume * out_channels))."""
+        volume = math.prod(self.weight.shape[2:])
+        nn.init.normal_(self.weight, std=math.sqrt(2.0 / (volume * self.out_channels)))
+
+
+class Conv(LinearOperator):
+    """Convolution in ``ndim`` = 1, 2 or 3 dimensions, without bias, and its transpose.
+
+    Args:
+        in_channels: channels of x.
+        out_channels: channels of Kx; ``in_channels`` unless given.
+        kernel_size: odd edge length of the kernel.
+        ndim: number of spatial dimensions.
+    """
+
+    channel_dim = 1
+
+    def __init__(self, in_channels: int, out_channels: int | None = None, kernel_size: int = 3, ndim: int = 2) -> None:
+        super().__init__()
+        if ndim not in _CONV:
+            raise ValueError(f"ndim must be 1, 2 or 3, got {ndim!r}")
+        if kernel_size % 2 != 1 or kernel_size < 1:
+            raise ValueError(f"kernel_size must be odd, so that the adjoint has the same padding, got {kernel_size!r}")
+        self.in_channels = _require_positive("in_channels", in_channels)
+        self.out_channels = _require_positive("out_channels", in_channels if out_channels is None else out_channels)
+        self.ndim = ndim
+        self.padding = kernel_size // 2
+        self.weight = nn.Parameter(torch.empty(self.out_channels, self.in_channels, *[kernel_size] * ndim))
+        self.reset_parameters()
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        _require_size("Conv", x, 1, self.in_channels)
+        return _CONV[self.ndim](x, self.weight, bias, padding=self.padding)
+
+    def adjoint(self, y: Tensor) -> Tensor:
+        _require_size("Conv.adjoint", y, 1, self.out_channels)
+        return _CONV_TRANSPOSE[self.ndim](y, self.weight, padding=self.padding)
+
+    def extra_repr(self) -> str:
+        size = self.weight.shape[-1]
+        return f"{self.in_channels}, {self.out_channels}, kernel_size={size}, ndim={self.ndim}"
+
+
+class AntisymmetricConv(Conv):
+    """The convolution A = K - K', as one convolution with the kernel W - adjoint_kernel(W); its adjoint is -A."""
+
+    def __init__(self, channels: int, kernel_size: int = 3, ndim: int = 2) -> None:
+        super().__init__(channels, channels, kernel_size, ndim)
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        _require_size("AntisymmetricConv", x, 1, self.in_channels)
+        return _CONV[self.ndim](x, self.weight - adjoint_kernel(self.weight), bias, padding=self.padding)
+
+    def adjoint(self, y: Tensor) -> Tensor:
+        return -self(y)
+
+
+class Dense(LinearOperator):
+    """A matrix on the last dimension, without bias, and its transpose."""
+
+    channel_dim = -1
+
+    def __init__(self, in_channels: int, out_channels: int | None = None) -> None:
+        super().__init__()
+        self.in_channels = _require_positive("in_channels", in_channels)
+        self.out_channels = _require_positive("out_channels", in_channels if out_channels is None else out_channels)
+        self.weight = nn.Parameter(torch.empty(self.out_channels, self.in_channels))
+        self.reset_parameters()
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        _require_size(type(self).__name__, x, -1, self.in_channels)
+        return F.linear(x, self.weight, bias)
+
+    def adjoint(self, y: Tensor) -> Tensor:
+        _require_size("Dense.adjoint", y, -1, self.out_channels)
+        return F.linear(y, self.weight.t())
+
+    def extra_repr(self) -> str:
+        return f"{self.in_channels}, {self.out_channels}"
+
+
+class AntisymmetricDense(Dense):
+    """The matrix A = K - K' on the last dimension; its adjoint is -A."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        _require_size("AntisymmetricDense", x, -1, self.in_channels)
+        return F.linear(x, self.weight - self.weight.t(), bias)
+
+    def adjoint(self, y: Tensor) -> Tensor:
+        return -self(y)

@@ -1,0 +1,252 @@
+"""The integrators, each a chain of one map on a pair of tensors.
+
+Every step of every scheme is a `Coupling`
+
+    (p, q) -> (q, s p + c q + a F(q)),        reversed by   p = (q' - c q - a F(q)) / s,
+
+so a scheme is little more than its coefficients (s, c, a) for each field in turn, the way it enters the pair (``init``)
+and leaves it (``readout``). ``reverse`` undoes ``step`` with the same single evaluation of F.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+Field = Callable[[Tensor], Tensor]
+State = tuple[Tensor, Tensor]
+OpenState = tuple[Tensor | None, Tensor]
+"""A pair whose first member may still be missing: a one-tensor scheme before its start."""
+
+
+@dataclass(frozen=True)
+class Coupling:
+    """The coefficients of q' = carry * p + keep * q + gain * F(q)."""
+
+    carry: float
+    keep: float
+    gain: float
+
+    def phi(self, q: Tensor, u: Tensor, round_to_grid: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """keep * q + gain * u, the second term rounded if asked; the same bits for ``step`` and ``reverse``."""
+        increment = u if self.gain == 1.0 else u * self.gain
+        if round_to_grid is not None:
+            increment = round_to_grid(increment)
+        return increment if self.keep == 0.0 else torch.add(increment, q, alpha=self.keep)
+
+    def step(self, p: Tensor | None, q: Tensor, u: Tensor, round_to_grid: Callable | None = None) -> Tensor:
+        """The new state q' from p, q and u = F(q); without p, that term is absent (a start)."""
+        if p is not None and round_to_grid is None and self.carry == 1.0 and self.keep == 0.0:
+            return torch.add(p, u, alpha=self.gain)
+        phi = self.phi(q, u, round_to_grid)
+        return phi if p is None else torch.add(phi, p, alpha=self.carry)
+
+    def reverse(self, q: Tensor, q_next: Tensor, u: Tensor, round_to_grid: Callable | None = None) -> Tensor:
+        """The old state p from q, q' and u = F(q): ``step`` solved for p."""
+        if round_to_grid is None and self.carry == 1.0 and self.keep == 0.0:
+            return torch.sub(q_next, u, alpha=self.gain)
+        p = q_next - self.phi(q, u, round_to_grid)
+        return p if self.carry == 1.0 else p / self.carry
+
+
+class Scheme(abc.ABC):
+    """An integrator. A concrete scheme states its attributes and gives ``coupling``; the rest follows.
+
+    Args:
+        h: step size, positive.
+        start: how a scheme on one tensor makes its second state; one of ``starts``.
+        damping: d in [0, 1): multiplies the carried state by 1 - d, a slightly dissipative network.
+    """
+
+    splits: ClassVar[bool] = False
+    """Whether the pair is the two halves of the input, or two successive states."""
+    fields_per_step: ClassVar[int] = 1
+    starts: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, h: float = 0.1, *, start: str | None = None, damping: float = 0.0) -> None:
+        if not (isinstance(h, int | float) and 0.0 < h < float("inf")):
+            raise ValueError(f"h must be a positive number, got {h!r}")
+        if not (isinstance(damping, int | float) and 0.0 <= damping < 1.0):
+            raise ValueError(f"damping must lie in [0, 1), got {damping!r}")
+        if start is None:
+            start = self.starts[0] if self.starts else None
+        elif start not in self.starts:
+            choices = " or ".join(repr(name) for name in self.starts) or "left out (this scheme needs none)"
+            raise ValueError(f"start of {type(self).__name__} must be {choices}, got {start!r}")
+        self.h = float(h)
+        self.start = start
+        self.damping = float(damping)
+
+    @property
+    def order(self) -> int | None:
+        """The order of convergence as h goes to 0, or None where there is no ODE to converge to."""
+        return None
+
+    @property
+    def carry(self) -> float:
+        """s: what is left of the old state after one step."""
+        return 1.0 - self.damping
+
+    @property
+    def invertible_exactly(self) -> bool:
+        """Whether |s| = 1, so that reversing amplifies no rounding and ``exact`` applies."""
+        return abs(self.carry) == 1.0
+
+    @abc.abstractmethod
+    def coupling(self, index: int) -> Coupling:
+        """The coefficients for the field at `index`."""
+
+    def starting(self) -> Coupling:
+        """The coefficients for the first field, when there is one state only (p is absent)."""
+        raise ValueError(f"{type(self).__name__} has no start: its pair is the two halves of the input")
+
+    def init(self, x: Tensor, split_dim: int = 1) -> OpenState:
+        """Enter: the two halves of x, or (nothing, x)."""
+        if not self.splits:
+            return None, x
+        size = x.shape[split_dim]
+        if size % 2:
+            raise ValueError(
+                f"{type(self).__name__} splits dimension {split_dim} in two halves, but its size is {size} "
+                f"(input of shape {tuple(x.shape)}): give it an even size"
+            )
+        y, z = x.split(size // 2, dim=split_dim)
+        return y, z
+
+    def step(self, state: OpenState, field: Field, index: int = 0) -> State:
+        """One coupling with one evaluation of `field`."""
+        p, q = state
+        coupling = self.starting() if p is None else self.coupling(index)
+        return q, coupling.step(p, q, field(q))
+
+    def reverse(self, state: State, field: Field, index: int = 0) -> State:
+        """Undo ``step``, with one evaluation of `field`. (A start is undone by taking the first member alone.)"""
+        q, q_next = state
+        return self.coupling(index).reverse(q, q_next, field(q)), q
+
+    def readout(self, state: State, split_dim: int = 1) -> Tensor:
+        """Leave: the halves joined, or the newest state (a copy, so that changing it harms no one)."""
+        return torch.cat(state, dim=split_dim) if self.splits else state[1].clone()
+
+    def __repr__(self) -> str:
+        parts = [f"h={self.h:g}"]
+        parts += [f"start={self.start!r}"] if self.start is not None else []
+        parts += [f"damping={self.damping:g}"] if self.damping else []
+        return f"{type(self).__name__}({', '.join(parts)})"
+
+
+class Verlet(Scheme):
+    """y += h F(z); z -= h G(y): the Hamiltonian network's step (paper, eq. 11), order 1 as printed.
+
+    Fields come in pairs ``[F1, G1, F2, G2, ...]``; the sign of G is the scheme's.
+    """
+
+    splits = True
+    fields_per_step = 2
+
+    @property
+    def order(self) -> int | None:
+        return None if self.damping else 1
+
+    def coupling(self, index: int) -> Coupling:
+        return Coupling(self.carry, 0.0, -self.h if index % 2 else self.h)
+
+
+class AdditiveCoupling(Scheme):
+    """y += F(z); z += G(y): RevNet's and NICE's step (Gomez et al. 2017; Dinh et al. 2014). Fields ``[F1, G1, ...]``."""
+
+    splits = True
+    fields_per_step = 2
+
+    def __init__(self, *, damping: float = 0.0) -> None:
+        super().__init__(1.0, damping=damping)
+
+    def coupling(self, index: int) -> Coupling:
+        return Coupling(self.carry, 0.0, 1.0)
+
+
+class MidPoint(Scheme):
+    """Y+ = Y- + 2h F(Y): central differences for Y' = F(Y) (paper, eq. 13), order 2.
+
+    Starts: ``"euler"`` Y1 = Y0 + h F(Y0), as the paper's prose; ``"paper"`` Y1 = 2h F(Y0), as its equation is printed.
+    """
+
+    starts = ("euler", "paper")
+
+    @property
+    def order(self) -> int | None:
+        return 2 if self.start == "euler" and not self.damping else None
+
+    def coupling(self, index: int) -> Coupling:
+        return Coupling(self.carry, 0.0, 2.0 * self.h)
+
+    def starting(self) -> Coupling:
+        return Coupling(0.0, 1.0, self.h) if self.start == "euler" else Coupling(0.0, 0.0, 2.0 * self.h)
+
+
+class Leapfrog(Scheme):
+    """Y+ = 2Y - Y- - h² F(Y): symmetric differences for Y'' = -F(Y) (paper, eq. 16).
+
+    Starts: ``"taylor"`` Y1 = Y0 - h²/2 F(Y0), zero velocity, order 2; ``"meganet"`` Y(-1) = Y0, so Y1 = Y0 - h² F(Y0),
+    order 1; ``"paper"`` Y1 = 2 Y0 - h² F(Y0) as printed, which is an initial velocity Y0 / h.
+    Damping d gives Y+ = (2 - d) Y - (1 - d) Y- - h² F(Y).
+    """
+
+    starts = ("taylor", "meganet", "paper")
+
+    @property
+    def order(self) -> int | None:
+        return None if self.damping else {"taylor": 2, "meganet": 1}.get(self.start or "")
+
+    @property
+    def carry(self) -> float:
+        return -(1.0 - self.damping)
+
+    def coupling(self, index: int) -> Coupling:
+        return Coupling(self.carry, 1.0 - self.carry, -(self.h**2))
+
+    def starting(self) -> Coupling:
+        if self.start == "taylor":
+            return Coupling(0.0, 1.0, -0.5 * self.h**2)
+        return Coupling(0.0, 1.0 if self.start == "meganet" else 1.0 - self.carry, -(self.h**2))
+
+
+class Momentum(Scheme):
+    """Y+ = (1 + γ) Y - γ Y- + (1 - γ) F(Y): the momentum network (Sander et al. 2021), started at rest.
+
+    Reversing it divides by γ at every step and so amplifies rounding; the engine keeps anchors to bound that.
+    """
+
+    def __init__(self, gamma: float = 0.9, *, damping: float = 0.0) -> None:
+        if not (isinstance(gamma, int | float) and 0.0 < gamma < 1.0):
+            raise ValueError(f"gamma must lie in (0, 1), got {gamma!r}")
+        super().__init__(1.0, damping=damping)
+        self.gamma = float(gamma)
+
+    @property
+    def carry(self) -> float:
+        return -self.gamma * (1.0 - self.damping)
+
+    def coupling(self, index: int) -> Coupling:
+        return Coupling(self.carry, 1.0 - self.carry, 1.0 - self.gamma)
+
+    def starting(self) -> Coupling:
+        return Coupling(0.0, 1.0, 1.0 - self.gamma)
+
+    def __repr__(self) -> str:
+        damping = f", damping={self.damping:g}" if self.damping else ""
+        return f"Momentum(gamma={self.gamma:g}{damping})"
+
+
+SCHEMES: dict[str, type[Scheme]] = {
+    "verlet": Verlet,
+    "additive": AdditiveCoupling,
+    "midpoint": MidPoint,
+    "leapfrog": Leapfrog,
+    "momentum": Momentum,
+}
