@@ -112,7 +112,7 @@ def subset(split: Split, fraction: float, seed: int) -> Split:
     lost = ((sizes > 0) & (kept == 0)).nonzero().flatten().tolist()
     if lost:
         smallest = int(sizes[sizes > 0].min())
-        enough = math.ceil(1e4 / smallest) / 1e4
+        enough = math.ceil(1e4 * math.ceil(len(split) / smallest) / len(split)) / 1e4
         raise ValueError(
             f"train fraction {fraction} of {len(split)} images leaves no image of class {lost[0]} "
             f"and {len(lost)} of {int((sizes > 0).sum())} classes empty; use at least {enough:g}"
