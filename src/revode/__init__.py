@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from revode.fields import AntisymmetricField as AntisymmetricField
     from revode.fields import OneLayerField as OneLayerField
     from revode.fields import SymmetricField as SymmetricField
+    from revode.networks.registry import create_model as create_model
+    from revode.networks.registry import list_models as list_models
+    from revode.networks.registry import register_model as register_model
     from revode.operators import AntisymmetricConv as AntisymmetricConv
     from revode.operators import Conv as Conv
     from revode.operators import Dense as Dense
@@ -29,6 +32,9 @@ _HOMES = {
     "AntisymmetricField": "revode.fields",
     "OneLayerField": "revode.fields",
     "SymmetricField": "revode.fields",
+    "create_model": "revode.networks.registry",
+    "list_models": "revode.networks.registry",
+    "register_model": "revode.networks.registry",
     "AntisymmetricConv": "revode.operators",
     "Conv": "revode.operators",
     "Dense": "revode.operators",

@@ -1,0 +1,285 @@
+"""What a network is, as data: one frozen dataclass that builds it, is saved with it, and explains it.
+
+`NetworkConfig` holds what every classifier has; `ReversibleConfig` adds how gradients are computed (RevNet); `OdeConfig` adds
+the integrator (Hamiltonian, MidPoint, Leapfrog). Everything is checked here, once; a builder trusts its config.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from revode.engine import STRATEGIES
+from revode.fields import ACTIVATIONS
+from revode.schemes import AdditiveCoupling, Leapfrog, MidPoint, Scheme, Verlet
+
+NORMS = ("none", "batch", "tv")
+INITS = ("independent", "smooth")
+TRANSITIONS = ("pool_pad", "connector", "squeeze")
+SCHEMES_OF_FAMILIES: dict[str, type[Scheme]] = {
+    "hamiltonian": Verlet,
+    "hamiltonian-1layer": Verlet,
+    "midpoint": MidPoint,
+    "leapfrog": Leapfrog,
+    "revnet": AdditiveCoupling,
+}
+"""The integrator of every reversible family."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkConfig:
+    """A classifier of images: stem, units of blocks, head.
+
+    Args:
+        name: what the network is called.
+        family: which kind of blocks it has.
+        blocks: blocks in each unit, as the paper counts them.
+        channels: channels of each unit.
+        num_classes: outputs.
+        in_channels: channels of the image.
+        image_size: edge of the image, for the checks and for `describe`; the network takes larger and smaller ones too.
+        activation: σ by name.
+        norm: ``"none"`` (a bias), ``"batch"`` or ``"tv"`` (batch-independent) inside the blocks.
+        backprop: ``"reversible"``, ``"checkpoint"`` or ``"store"``.
+    """
+
+    families: ClassVar[tuple[str, ...]] = ()
+    norms: ClassVar[tuple[str, ...]] = NORMS
+    strategies: ClassVar[tuple[str, ...]] = STRATEGIES
+
+    name: str
+    family: str
+    blocks: tuple[int, ...]
+    channels: tuple[int, ...]
+    num_classes: int = 10
+    in_channels: int = 3
+    image_size: int = 32
+    activation: str = "relu"
+    norm: str = "batch"
+    backprop: str = "reversible"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "blocks", _integers("blocks", self.blocks))
+        object.__setattr__(self, "channels", _integers("channels", self.channels))
+        require_choice("family", self.family, self.families)
+        require_choice("activation", self.activation, ACTIVATIONS)
+        require_choice("norm", self.norm, self.norms)
+        require_choice("backprop", self.backprop, self.strategies, f" for {self.name}")
+        for name in ("num_classes", "in_channels", "image_size"):
+            _integers(name, [getattr(self, name)])
+        if len(self.blocks) != len(self.channels):
+            raise ValueError(
+                f"blocks and channels must name the same number of units, got blocks={self.blocks} and "
+                f"channels={self.channels}"
+            )
+        self._check_channels()
+        self._check_image()
+
+    def _check_channels(self) -> None:
+        if list(self.channels) != sorted(self.channels):
+            raise ValueError(f"channels must not decrease from unit to unit, got {self.channels}")
+
+    def _check_image(self) -> None:
+        smallest = 2 ** (len(self.blocks) - 1)
+        if self.image_size < smallest:
+            raise ValueError(
+                f"image_size={self.image_size} is too small: {len(self.blocks)} units halve it {len(self.blocks) - 1} "
+                f"times, so it must be at least {smallest}"
+            )
+
+    @property
+    def num_units(self) -> int:
+        """Units, each at its own width and resolution."""
+        return len(self.blocks)
+
+    @classmethod
+    def option_names(cls) -> tuple[str, ...]:
+        """What `with_options` takes."""
+        return tuple(f.name for f in dataclasses.fields(cls) if f.name not in ("name", "family"))
+
+    def with_options(self, **options: Any) -> Self:
+        """This config with some options replaced; an unknown one is refused with the valid ones."""
+        names = self.option_names()
+        for option in options:
+            if option not in names:
+                near = difflib.get_close_matches(option, names, 1)
+                hint = f"did you mean {near[0]!r}? " if near else ""
+                raise ValueError(f"{self.name} has no option {option!r}: {hint}It has {', '.join(names)}")
+        return dataclasses.replace(self, **self._resolve(options))
+
+    def _resolve(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Options that follow from others."""
+        return options
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON and YAML."""
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(self).items()}
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> NetworkConfig:
+        """The config that `to_dict` gave, of the class that its family asks for."""
+        kinds = (OdeConfig, RevNetConfig, ResNetConfig)
+        kind = next((kind for kind in kinds if values.get("family") in kind.families), None)
+        if kind is None:
+            known = [family for kind in kinds for family in kind.families]
+            raise ValueError(f"family must be one of {', '.join(known)}, got {values.get('family')!r}")
+        names = {f.name for f in dataclasses.fields(kind)}
+        if not {"name", "blocks", "channels"} <= set(values) or not set(values) <= names:
+            odd = sorted(set(values) ^ names)
+            raise ValueError(f"not a {kind.__name__}: entries {', '.join(map(repr, odd))} are missing or unknown")
+        return kind(**values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResNetConfig(NetworkConfig):
+    """A pre-activation ResNet (He et al. 2016): not reversible, so its activations are stored."""
+
+    families = ("resnet",)
+    norms = ("batch", "tv")
+    strategies = ("store",)
+
+    backprop: str = "store"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReversibleConfig(NetworkConfig):
+    """A network whose units are reversible sequences.
+
+    Args:
+        exact: True, or the bits of the grid, for bit-exact reversing.
+        anchor_every: keep the state of every k-th block.
+        memory_budget: bytes of activations that the whole network may keep; as much as fits is not recomputed.
+        damping: d in [0, 1): multiplies the carried state by 1 - d at every step.
+    """
+
+    exact: bool | int = False
+    anchor_every: int | None = None
+    memory_budget: int | None = None
+    damping: float = 0.0
+
+    @property
+    def splits(self) -> bool:
+        """Whether the pair is the two halves of the channels."""
+        return SCHEMES_OF_FAMILIES[self.family].splits
+
+    def _check_channels(self) -> None:
+        super()._check_channels()
+        if self.splits and any(c % 2 for c in self.channels):
+            raise ValueError(f"{self.name} splits its channels in two halves: all must be even, got {self.channels}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RevNetConfig(ReversibleConfig):
+    """A RevNet (Gomez et al. 2017): additive coupling of pre-activation branches."""
+
+    families = ("revnet",)
+    norms = ("batch", "tv")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OdeConfig(ReversibleConfig):
+    """A network whose units integrate an ODE.
+
+    Args:
+        h: step size; leave it out for `horizon`.
+        horizon: T, so that a unit of N blocks takes steps of h = T / N: deeper is finer, not longer.
+        init: ``"independent"`` kernels in every block, or kernels ``"smooth"`` in time.
+        start: how MidPoint and Leapfrog make their second state; the scheme's own default unless given.
+        transition: ``"pool_pad"``, ``"connector"`` or ``"squeeze"``.
+    """
+
+    families = ("hamiltonian", "hamiltonian-1layer", "midpoint", "leapfrog")
+
+    h: float | None = None
+    horizon: float | None = None
+    init: str = "independent"
+    start: str | None = None
+    transition: str = "pool_pad"
+
+    def __post_init__(self) -> None:
+        require_choice("init", self.init, INITS)
+        require_choice("transition", self.transition, TRANSITIONS)
+        if (self.h is None) == (self.horizon is None):
+            raise ValueError(
+                f"give either h (the step size) or horizon (h = horizon / blocks), got h={self.h}, horizon={self.horizon}"
+            )
+        _require_positive("h", self.h)
+        _require_positive("horizon", self.horizon)
+        super().__post_init__()
+        if self.family == "hamiltonian-1layer" and self.norm != "none":
+            raise ValueError(
+                f"{self.name} shares one bias between its two layers: norm must be 'none', got {self.norm!r}"
+            )
+
+    def _check_channels(self) -> None:
+        super()._check_channels()
+        if self.transition != "squeeze":
+            return
+        if self.channels != squeezed_channels(self.channels[0], self.num_units):
+            valid = squeezed_channels(self.channels[0], self.num_units)
+            raise ValueError(f"transition='squeeze' makes channels four times as many: {valid}, got {self.channels}")
+        if self.channels[0] < self.in_channels:
+            raise ValueError(
+                f"transition='squeeze' pads the image's {self.in_channels} channels to those of the first unit, "
+                f"which must be at least as many, got {self.channels[0]}"
+            )
+        if self.horizon is not None and not self.splits and len(set(self.blocks)) > 1:
+            raise ValueError(
+                "transition='squeeze' carries two successive states on, so h = horizon / blocks must be the same "
+                f"everywhere: give all units as many blocks, got {self.blocks}"
+            )
+
+    def _check_image(self) -> None:
+        super()._check_image()
+        factor = 2 ** (self.num_units - 1)
+        if self.transition == "squeeze" and self.image_size % factor:
+            raise ValueError(
+                f"transition='squeeze' halves the image exactly: image_size must be a multiple of {factor}, "
+                f"got {self.image_size}"
+            )
+
+    def step_size(self, unit: int) -> float:
+        """h of the unit at this index."""
+        if self.h is not None:
+            return self.h
+        assert self.horizon is not None
+        return self.horizon / self.blocks[unit]
+
+    def _resolve(self, options: dict[str, Any]) -> dict[str, Any]:
+        if options.get("h") is not None and "horizon" not in options:
+            options = options | {"horizon": None}
+        if options.get("horizon") is not None and "h" not in options:
+            options = options | {"h": None}
+        if options.get("transition") == "squeeze" != self.transition and "channels" not in options:
+            in_channels = options.get("in_channels", self.in_channels)
+            num_units = len(options.get("blocks", self.blocks))
+            first = max(self.channels[-1] // 4 ** (num_units - 1), in_channels)
+            options = options | {"channels": squeezed_channels(first + first % 2, num_units)}
+        return options
+
+
+def squeezed_channels(first: int, num_units: int) -> tuple[int, ...]:
+    """first, 4 first, 16 first, ...: what space-to-depth makes of the channels."""
+    return tuple(first * 4**unit for unit in range(num_units))
+
+
+def require_choice(name: str, value: Any, choices: Iterable[str], where: str = "") -> None:
+    """Refuse a value that is not among `choices`."""
+    choices = tuple(choices)
+    if value not in choices:
+        raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}{where}, got {value!r}")
+
+
+def _integers(name: str, values: Iterable[Any]) -> tuple[int, ...]:
+    values = tuple(values) if isinstance(values, list | tuple) else (values,)
+    if not values or any(not isinstance(v, int) or isinstance(v, bool) or v < 1 for v in values):
+        raise ValueError(f"{name} must be positive integers, got {values}")
+    return values
+
+
+def _require_positive(name: str, value: Any) -> None:
+    if value is not None and not (isinstance(value, int | float) and 0.0 < value < float("inf")):
+        raise ValueError(f"{name} must be a positive number, got {value!r}")

@@ -1,0 +1,46 @@
+"""From the image to the first unit."""
+
+from __future__ import annotations
+
+import math
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def convolution(in_channels: int, out_channels: int, kernel_size: int = 3, stride: int = 1) -> nn.Conv2d:
+    """A convolution without bias, drawn normal with std sqrt(2 / (kernel area * out_channels)) as the authors did."""
+    conv = nn.Conv2d(in_channels, out_channels, kernel_size, stride, kernel_size // 2, bias=False)
+    nn.init.normal_(conv.weight, std=math.sqrt(2.0 / (kernel_size**2 * out_channels)))
+    return conv
+
+
+class ConvStem(nn.Module):
+    """3x3 convolution, batch norm, ReLU."""
+
+    def __init__(self, in_channels: int, channels: int) -> None:
+        super().__init__()
+        self.conv = convolution(in_channels, channels)
+        self.norm = nn.BatchNorm2d(channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.norm(self.conv(x)))
+
+
+class PadStem(nn.Module):
+    """The image and as many zero channels as the first unit needs: injective, so it can be undone."""
+
+    def __init__(self, in_channels: int, channels: int) -> None:
+        super().__init__()
+        self.in_channels = in_channels
+        self.channels = channels
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.pad(x, (0, 0, 0, 0, 0, self.channels - self.in_channels))
+
+    def inverse(self, y: Tensor) -> Tensor:
+        """The image: the padding is dropped."""
+        return y[:, : self.in_channels]
+
+    def extra_repr(self) -> str:
+        return f"{self.in_channels}, {self.channels}"
