@@ -249,7 +249,7 @@ def test_a_hostile_archive_reaches_nothing(site: Site, tmp_path: Path, tiny: Tin
     secret, root = tmp_path / "secret", tmp_path / "root"
     secret.write_bytes(b"untouched")
     link = tarfile.TarInfo(f"{layout.folder}/data_batch_1.bin")
-    link.type, link.linkname = tarfile.SYMTYPE, str(secret)
+    link.type, link.linkname, link.size = tarfile.SYMTYPE, "test_batch.bin", layout.train[0].size
     members = official_members(layout, contents)
     members[f"{layout.folder}/data_batch_1.bin"] = link
     members["../secret"] = b"overwritten"
@@ -258,6 +258,7 @@ def test_a_hostile_archive_reaches_nothing(site: Site, tmp_path: Path, tiny: Tin
         fetch_official(offer(site, layout, members), root, quiet)
     assert secret.read_bytes() == b"untouched"
     assert not (root / layout.folder / "data_batch_1.bin").exists()
+    assert sorted(tmp_path.iterdir()) == [root, secret]
 
 
 @pytest.mark.parametrize("body", [b"", b"no archive at all", tar_of({"a": b"b"})[:-20]])

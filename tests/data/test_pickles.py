@@ -51,6 +51,15 @@ def test_pickles_and_binaries_hold_the_same_data(tmp_path: Path, tiny: Tiny, pro
     assert torch.equal(from_pickles.train.labels, from_binaries.train.labels)
 
 
+def test_binary_files_are_preferred_and_never_mixed_with_pickles(laid_out: Callable[[str], Path]) -> None:
+    root = laid_out("cifar10")
+    (root / "cifar-10-batches-py").mkdir()
+    load("cifar10", root)
+    (root / "cifar-10-batches-bin" / "test_batch.bin").unlink()
+    with pytest.raises(FileNotFoundError, match=r"cifar-10-batches-bin/test_batch.bin is missing"):
+        load("cifar10", root)
+
+
 def test_cifar100_pickles_give_the_fine_labels(tmp_path: Path, tiny: Tiny) -> None:
     _, contents = tiny("cifar100")
     write_pickles(tmp_path, "cifar100", contents, 2, bytes)
