@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from revode.accounting import graph_bytes
 from revode.grid import Grid, with_strides
-from revode.replay import Autocast, Replay, call_preserving_buffers
+from revode.replay import Autocast, Replay, allow_tracing, call_preserving_buffers
 from revode.schemes import Coupling, OpenState, Scheme, State
 
 STRATEGIES = ("reversible", "checkpoint", "store")
@@ -129,11 +129,14 @@ class _Segment:
                 slots.append(slot_of[key])
             self.parameters[index] = parameters
             self.slots[index] = slots
-        self.versions = [] if torch.compiler.is_compiling() else [tensor._version for tensor in self.inputs]
 
-    def check_unchanged(self) -> None:
+    def versions(self) -> list[int]:
+        """How often each of ``inputs`` has been modified in place."""
+        return [tensor._version for tensor in self.inputs]
+
+    def check_unchanged(self, versions: list[int]) -> None:
         """Refuse to recompute with parameters that are no longer those of the forward pass."""
-        if [tensor._version for tensor in self.inputs] != self.versions:
+        if self.versions() != versions:
             raise RuntimeError(
                 "a parameter of a reversible sequence was modified in place between forward and backward "
                 "(an optimizer step?): its gradient would be that of another network; call backward first"
@@ -165,6 +168,7 @@ class _ReversibleFunction(torch.autograd.Function):
             u = chain.evaluate(index, q, kwargs, replay.first, replay.autocast)
             p, q = q, chain.advance(index, p, q, u)
         ctx.segment, ctx.replay = segment, replay
+        ctx.versions = None if torch.compiler.is_compiling() else segment.versions()
         ctx.num_tensors = len(tensors)
         ctx.set_materialize_grads(False)
         inverts = segment.stop - segment.start > 1
@@ -181,8 +185,8 @@ class _ReversibleFunction(torch.autograd.Function):
             )
         segment, replay = ctx.segment, ctx.replay
         chain = segment.chain
-        if not torch.compiler.is_compiling():
-            segment.check_unchanged()
+        if ctx.versions is not None:
+            segment.check_unchanged(ctx.versions)
         p, q, *arguments = ctx.saved_tensors
         gp, gq = grad_outputs
         grads: list[Tensor | None] = [None] * len(segment.inputs)
@@ -335,6 +339,8 @@ class ReversibleSequence(nn.Module):
 
     def _run(self, chain: _Chain, p: Tensor | None, q: Tensor) -> State:
         """Walk all couplings, cut into segments as the strategy says."""
+        if torch.compiler.is_compiling():
+            allow_tracing()
         total = len(self.fields)
         needs_graph = torch.is_grad_enabled() and self._requires_grad(p, q, chain.kwargs)
         if not needs_graph or self.backprop == "store" or torch.compiler.is_exporting():

@@ -7,6 +7,8 @@ the buffers it updates. `Replay` records them in forward and puts them back for 
 from __future__ import annotations
 
 import contextlib
+import functools
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _NormBase
+from torch.overrides import TorchFunctionMode
 
 
 class Autocast:
@@ -82,13 +85,119 @@ def _steering_buffers(branch: nn.Module, buffers: dict[str, Tensor]) -> dict[str
     }
 
 
-def call_preserving_buffers(branch: nn.Module, q: Tensor, kwargs: dict[str, Any]) -> Any:
-    """branch(q) on copies of its buffers, so that running statistics stay where they are."""
-    buffers = training_buffers(branch)
+def call_preserving_buffers(
+    branch: nn.Module, q: Tensor, kwargs: dict[str, Any], instead: dict[str, Tensor] | None = None
+) -> Any:
+    """branch(q) on copies of its buffers, so that running statistics stay where they are; on `instead` where given."""
+    buffers = training_buffers(branch) | (instead or {})
     if not buffers:
         return branch(q, **kwargs)
     copies = {name: buffer.clone() for name, buffer in buffers.items()}
     return functional_call(branch, copies, (q,), kwargs)
+
+
+def _named(names: str, owner: Any) -> set[Any]:
+    return {getattr(owner, name) for name in names.split() if hasattr(owner, name)}
+
+
+_ALWAYS_RANDOM = (
+    _named(
+        "rand randn randint randperm normal bernoulli multinomial poisson binomial rand_like randn_like randint_like "
+        "native_dropout",
+        torch,
+    )
+    | _named(
+        "bernoulli bernoulli_ cauchy_ exponential_ geometric_ log_normal_ multinomial normal_ random_ uniform_",
+        torch.Tensor,
+    )
+    | _named("gumbel_softmax fractional_max_pool2d fractional_max_pool3d", nn.functional)
+)
+_DROPOUTS = "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout"
+_DROPOUTS_IN_TRAINING = _named(_DROPOUTS, nn.functional) | _named(
+    "dropout dropout_ alpha_dropout feature_dropout", torch
+)
+_RRELU_IN_TRAINING = _named("rrelu rrelu_", nn.functional) | _named("rrelu rrelu_", torch)
+
+
+def _argument(place: int, name: str, default: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[place] if len(args) > place else kwargs.get(name, default)
+
+
+def _draws(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether this call draws random numbers."""
+    if function in _DROPOUTS_IN_TRAINING:
+        name = "train" if function in (torch.dropout, torch.feature_dropout) else "training"
+        return bool(_argument(2, name, True, args, kwargs))
+    if function in _RRELU_IN_TRAINING:
+        return bool(_argument(3, "training", False, args, kwargs))
+    if function is nn.functional.scaled_dot_product_attention:
+        return _argument(4, "dropout_p", 0.0, args, kwargs) > 0.0
+    if function is nn.functional.multi_head_attention_forward:
+        training = _argument(13, "training", True, args, kwargs)
+        return bool(training) and _argument(10, "dropout_p", 0.0, args, kwargs) > 0.0
+    return function in _ALWAYS_RANDOM
+
+
+class RefuseRandom(TorchFunctionMode):
+    """Stop tracing, with an error, at a call that draws random numbers: a compiled graph would draw others in backward."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _draws(func, args, kwargs):
+            _refuse_random()
+        return func(*args, **kwargs)
+
+
+def _refuse_random() -> None:
+    raise ValueError(
+        "a branch draws random numbers (dropout?), which a reversible sequence compiled as a whole cannot draw again in "
+        "backward: compile the branches themselves (torch.compile(branch)), or build it with backprop='store'"
+    )
+
+
+def allow_tracing() -> bool:
+    """Let dynamo trace ``torch.autograd.grad``, which the engine's backward calls; runs while dynamo is tracing."""
+    torch._dynamo.config.trace_autograd_ops = True  # type: ignore[attr-defined]
+    return True
+
+
+# Dynamo runs these two for real while it traces. It is what torch.compiler.assume_constant_result does, without importing
+# dynamo for everyone.
+allow_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_refuse_random._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _holds_compiled(branch: nn.Module) -> bool:
+    """Whether `branch`, or something in it, was compiled on its own."""
+    from torch._dynamo import OptimizedModule
+
+    return any(
+        isinstance(module, OptimizedModule) or module._compiled_call_impl is not None for module in branch.modules()
+    )
+
+
+def _call(branch: nn.Module, q: Tensor, kwargs: dict[str, Any]) -> Any:
+    return branch(q, **kwargs)
+
+
+@functools.cache
+def _eagerly(function: Any) -> Any:
+    """`function`, whose frames dynamo leaves alone (what was compiled on its own still runs compiled)."""
+    return torch.compiler.disable(function)
+
+
+def _call_as_recomputed(branch: nn.Module, q: Tensor, kwargs: dict[str, Any]) -> Any:
+    """branch(q) in forward, by the very code that the recomputation will run.
+
+    Compiled code draws other random numbers than eager code, and compiled without gradients other ones than with them. So
+    when dynamo is about, frames are not compiled behind our back, and a branch compiled on its own tracks gradients.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return branch(q, **kwargs)
+    if not _holds_compiled(branch):
+        return _eagerly(_call)(branch, q, kwargs)
+    with torch.enable_grad():
+        return branch(q.detach().requires_grad_(), **kwargs).detach()
 
 
 class Replay:
@@ -103,12 +212,13 @@ class Replay:
     def first(self, index: int, branch: nn.Module, q: Tensor, kwargs: dict[str, Any]) -> Any:
         """branch(q) in forward, with what it drew and changed written down."""
         if torch.compiler.is_compiling():
-            return branch(q, **kwargs)
+            with RefuseRandom():
+                return branch(q, **kwargs)
         steering = _steering_buffers(branch, training_buffers(branch))
         before = {name: (buffer._version, buffer.clone()) for name, buffer in steering.items()}
         drawn = random_state(self.device)
         with self.autocast.restore():
-            u = branch(q, **kwargs)
+            u = _call_as_recomputed(branch, q, kwargs)
         if any(not torch.equal(a, b) for a, b in zip(drawn, random_state(self.device), strict=True)):
             self.random[index] = drawn
         changed = {name: copy for name, (version, copy) in before.items() if steering[name]._version != version}
@@ -118,9 +228,9 @@ class Replay:
 
     def again(self, index: int, branch: nn.Module, q: Tensor, kwargs: dict[str, Any]) -> Any:
         """branch(q) as it was, with gradient tracking as the caller has it; buffers and generators stay untouched."""
-        with self.autocast.restore(), _random_numbers(self.device, self.random.get(index)):
-            if index in self.buffers:
-                buffers = {name: buffer.clone() for name, buffer in training_buffers(branch).items()}
-                buffers |= {name: copy.clone() for name, copy in self.buffers[index].items()}
-                return functional_call(branch, buffers, (q,), kwargs)
-            return call_preserving_buffers(branch, q, kwargs)
+        with self.autocast.restore():
+            if torch.compiler.is_compiling():
+                return call_preserving_buffers(branch, q, kwargs)
+            call = _eagerly(call_preserving_buffers) if "torch._dynamo" in sys.modules else call_preserving_buffers
+            with _random_numbers(self.device, self.random.get(index)):
+                return call(branch, q, kwargs, self.buffers.get(index))
