@@ -21,9 +21,10 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from revode.accounting import graph_bytes
+from revode.fields import KnownField
 from revode.grid import Grid, with_strides
 from revode.replay import Autocast, Replay, allow_tracing, call_preserving_buffers
-from revode.schemes import Coupling, OpenState, Scheme, State
+from revode.schemes import Coupling, OpenState, Rounding, Scheme, State
 
 STRATEGIES = ("reversible", "checkpoint", "store")
 ROUNDING_GROWTH = 64.0
@@ -45,6 +46,12 @@ class _Chain:
             self.couplings[0] = scheme.starting()
         self.grid = sequence.grid
         self.kwargs = kwargs
+
+    def known_fields(self, autocast: Autocast) -> list[KnownField | None]:
+        """Each branch that gives its own vector-Jacobian product in this call."""
+        if self.kwargs or autocast.enabled or torch.compiler.is_compiling():
+            return [None] * len(self.branches)
+        return [b if isinstance(b, KnownField) and b.knows_vjp() else None for b in self.branches]
 
     def check_branch_output(self, index: int, q: Tensor, u: Any, autocast: bool) -> Tensor:
         """u in the shape and dtype of the state, or an error that says which branch broke the rule."""
@@ -74,27 +81,30 @@ class _Chain:
             u = call(index, branch, q, kwargs)
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             raise BranchError(
                 f"branch {index} ({type(branch).__name__}) failed on a state of shape {tuple(q.shape)}, "
                 f"dtype {q.dtype}: {error}"
             ) from error
         return self.check_branch_output(index, q, u, autocast.enabled)
 
-    def advance(self, index: int, p: Tensor | None, q: Tensor, u: Tensor) -> Tensor:
-        """The next state, in the strides of this one, and inside the grid's range."""
-        grid = self.grid
-        q_next = self.couplings[index].step(p, q, u, None if grid is None else grid.round)
+    def advance(self, index: int, p: Tensor | None, q: Tensor, u: Tensor, *, spend: bool = False) -> Tensor:
+        """The next state, in the strides of this one, and inside the grid's range; written over u with ``spend``."""
+        q_next = self.couplings[index].step(p, q, u, self._rounding(spend), u if spend else None)
         q_next = with_strides(q_next, q.stride())
-        if grid is not None:
-            grid.check(q_next, f"after branch {index} ({type(self.branches[index]).__name__})")
+        if self.grid is not None:
+            self.grid.check(q_next, f"after branch {index} ({type(self.branches[index]).__name__})")
         return q_next
 
-    def retreat(self, index: int, q: Tensor, q_next: Tensor, u: Tensor) -> Tensor:
+    def retreat(self, index: int, q: Tensor, q_next: Tensor, u: Tensor, *, spend: bool = False) -> Tensor:
         """The state before: ``advance`` undone."""
-        grid = self.grid
-        p = self.couplings[index].reverse(q, q_next, u, None if grid is None else grid.round)
+        p = self.couplings[index].reverse(q, q_next, u, self._rounding(spend), u if spend else None)
         return with_strides(p, q.stride())
+
+    def _rounding(self, in_place: bool) -> Rounding | None:
+        if self.grid is None:
+            return None
+        return self.grid.round_ if in_place else self.grid.round
 
 
 class _Segment:
@@ -164,10 +174,12 @@ class _ReversibleFunction(torch.autograd.Function):
         arguments = tensors[: len(segment.arguments)]
         kwargs = segment.kwargs(arguments)
         replay = Replay(q.device)
+        known = chain.known_fields(replay.autocast)
         for index in range(segment.start, segment.stop):
-            u = chain.evaluate(index, q, kwargs, replay.first, replay.autocast)
-            p, q = q, chain.advance(index, p, q, u)
-        ctx.segment, ctx.replay = segment, replay
+            call = replay.first if known[index] is None else _value
+            u = chain.evaluate(index, q, kwargs, call, replay.autocast)
+            p, q = q, chain.advance(index, p, q, u, spend=known[index] is not None)
+        ctx.segment, ctx.replay, ctx.known = segment, replay, known
         ctx.versions = None if torch.compiler.is_compiling() else segment.versions()
         ctx.num_tensors = len(tensors)
         ctx.set_materialize_grads(False)
@@ -191,34 +203,57 @@ class _ReversibleFunction(torch.autograd.Function):
         gp, gq = grad_outputs
         grads: list[Tensor | None] = [None] * len(segment.inputs)
         for index in reversed(range(segment.start, segment.stop)):
-            first = index == segment.start
             q_next, q = q, p
-            u, vjp = _differentiate(segment, replay, index, q, arguments, gq)
-            if not first:
-                p = chain.retreat(index, q, q_next, u)
+            known = ctx.known[index] if gq is not None else None
+            u, vjp, scale = _differentiate(segment, replay, index, known, q, arguments, gq)
+            if index > segment.start:
+                p = chain.retreat(index, q, q_next, u, spend=known is not None)
             coupling = chain.couplings[index]
             gp, gq = gq, gp
             if gp is not None:
-                gq = _plus(gq, gp * coupling.keep if coupling.keep else None)
-                gq = _plus(gq, vjp[0])
+                gq = _plus(gq, gp, coupling.keep) if coupling.keep else gq
+                gq = _plus(gq, vjp[0], scale, spend=known is not None)
                 gp = gp * coupling.carry if coupling.carry != 1.0 else gp
                 for slot, grad in zip(segment.slots[index], vjp[1:], strict=True):
-                    grads[slot] = _plus(grads[slot], grad)
+                    grads[slot] = _plus(grads[slot], grad, scale)
         num_arguments = ctx.num_tensors - len(grads)
         return None, gp if ctx.needs_input_grad[1] else None, gq, *[None] * num_arguments, *grads
 
 
-def _plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    if a is None or b is None:
-        return b if a is None else a
-    return a + b
+def _plus(a: Tensor | None, b: Tensor | None, scale: float = 1.0, *, spend: bool = False) -> Tensor | None:
+    """a + scale * b, either of which may be absent; written over b with ``spend``."""
+    if b is None:
+        return a
+    out = b if spend else None
+    if a is None:
+        return b if scale == 1.0 else torch.mul(b, scale, out=out)
+    return torch.add(a, b, alpha=scale, out=out)
+
+
+def _value(index: int, branch: Any, q: Tensor, kwargs: dict[str, Any]) -> Tensor:
+    return branch.value(q)
 
 
 def _differentiate(
-    segment: _Segment, replay: Replay, index: int, q: Tensor, arguments: Sequence[Tensor], gq: Tensor | None
-) -> tuple[Tensor, Sequence[Tensor | None]]:
-    """u = F(q) of one branch, and the products of a gq with its Jacobians: by q, by parameters, by arguments."""
+    segment: _Segment,
+    replay: Replay,
+    index: int,
+    known: KnownField | None,
+    q: Tensor,
+    arguments: Sequence[Tensor],
+    gq: Tensor | None,
+) -> tuple[Tensor, Sequence[Tensor | None], float]:
+    """u = F(q) of one branch, and the products of gq with the Jacobians of a F: by q, by parameters, by arguments.
+
+    The last value is a factor that the products still lack.
+    """
     chain = segment.chain
+    gain = chain.couplings[index].gain
+    if known is not None and gq is not None:
+        # Scaling the products spares a pass over gq; on the grid, bits must be those of stored segments.
+        g, scale = (gq, gain) if chain.grid is None else (gq * gain, 1.0)
+        u, g_state, g_parameters = known.vjp(q, with_strides(g, q.stride()))
+        return u, [g_state, *g_parameters], scale
     with torch.set_grad_enabled(gq is not None):
         q = q.detach().requires_grad_(gq is not None)
         arguments = list(arguments)
@@ -227,10 +262,9 @@ def _differentiate(
         u = chain.evaluate(index, q, segment.kwargs(arguments), replay.again, replay.autocast)
     wrt = [q, *segment.parameters[index], *(arguments[i] for i in segment.differentiable)]
     if gq is None or not u.requires_grad:
-        return u, [None] * len(wrt)
-    gain = chain.couplings[index].gain
+        return u, [None] * len(wrt), 1.0
     gu = with_strides(gq if gain == 1.0 else gq * gain, u.stride())
-    return u.detach(), torch.autograd.grad(u, wrt, gu, allow_unused=True)
+    return u.detach(), torch.autograd.grad(u, wrt, gu, allow_unused=True), 1.0
 
 
 class ReversibleSequence(nn.Module):

@@ -12,12 +12,23 @@ step sizes belong to the scheme. Any other ``nn.Module`` that keeps its input's 
 
 from __future__ import annotations
 
+import abc
+import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from revode.operators import AntisymmetricConv, AntisymmetricDense, Conv, Dense, LinearOperator
+from revode.operators import (
+    CONVOLUTIONS,
+    AntisymmetricConv,
+    AntisymmetricDense,
+    Conv,
+    Dense,
+    LinearOperator,
+    adjoint_kernel,
+)
 
 Activation = str | Callable[[Tensor], Tensor]
 
@@ -45,13 +56,17 @@ class Bias(nn.Module):
 
 
 class TVNorm(nn.Module):
-    """y / sqrt(Σ_channels y² + eps), then a scale and a shift per channel: Meganet's norm, independent of the batch."""
+    """y / sqrt(Σ_channels y² + eps), then a scale and a shift per channel: Meganet's norm, independent of the batch.
+
+    The scale starts at sqrt(channels), so that the output has unit variance whatever the width; from 1 on a wide field hardly
+    moves its state (tried on the digits: leapfrog-26 reaches 21 % in 4 epochs from 1, 55 % from sqrt(channels)).
+    """
 
     def __init__(self, channels: int, channel_dim: int = 1, eps: float = 1e-3) -> None:
         super().__init__()
         self.channel_dim = channel_dim
         self.eps = eps
-        self.weight = nn.Parameter(torch.ones(channels))
+        self.weight = nn.Parameter(torch.full((channels,), math.sqrt(channels)))
         self.bias = nn.Parameter(torch.zeros(channels))
 
     def forward(self, y: Tensor) -> Tensor:
@@ -104,7 +119,73 @@ def affine(operator: LinearOperator, norm: nn.Module, y: Tensor) -> Tensor:
     return norm(operator(y))
 
 
-class SymmetricField(nn.Module):
+SLOPES: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
+    torch.relu: lambda g, output: torch.ops.aten.threshold_backward.grad_input(g, output, 0, grad_input=g),
+    torch.tanh: lambda g, output: torch.ops.aten.tanh_backward.grad_input(g, output, grad_input=g),
+    torch.sigmoid: lambda g, output: torch.ops.aten.sigmoid_backward.grad_input(g, output, grad_input=g),
+    ACTIVATIONS["identity"]: lambda g, output: g,
+}
+"""σ -> the map (g, σ(a)) -> g σ'(a), written over g, by the kernels that autograd itself would call."""
+
+
+IN_PLACE: dict[Any, Callable[[Tensor], Tensor]] = {
+    torch.relu: torch.relu_,
+    torch.tanh: torch.tanh_,
+    torch.sigmoid: torch.sigmoid_,
+    ACTIVATIONS["identity"]: ACTIVATIONS["identity"],
+}
+
+
+class KnownField(nn.Module, abc.ABC):
+    """A field that can give its own vector-Jacobian product, which spares the engine an autograd graph.
+
+    ``value`` and ``vjp`` return the bits that ``forward`` and autograd would, in fresh tensors. The product is known for
+    convolutions with biases and an activation whose slope follows from its value; everything else (norms, hooks, frozen
+    or parametrised weights) goes through autograd.
+    """
+
+    operator: LinearOperator
+    norm: nn.Module
+    activation: Callable[[Tensor], Tensor]
+
+    @abc.abstractmethod
+    def value(self, q: Tensor) -> Tensor:
+        """F(q), without a graph."""
+
+    @abc.abstractmethod
+    def vjp(self, q: Tensor, g: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """u = F(q), then the products of g with the Jacobians by q and by each of ``parameters()``."""
+
+    def knows_vjp(self) -> bool:
+        """Whether ``vjp`` applies to this field as it is now."""
+        modules = list(self.modules())
+        return (
+            self.activation in SLOPES
+            and type(modules[0]) in (SymmetricField, AntisymmetricField)
+            and all(type(module) in (Conv, AntisymmetricConv, Bias, nn.Identity) for module in modules[1:])
+            and not any(_has_hooks(module) for module in modules)
+            and all(type(parameter) is nn.Parameter and parameter.requires_grad for parameter in self.parameters())
+        )
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+def _convolution_vjp(
+    g: Tensor, x: Tensor, weight: Tensor, padding: int, *, transposed: bool = False, bias: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The products of g with the Jacobians of a convolution by x, by its weight and (if asked) by its bias."""
+    ndim = x.dim() - 2
+    sizes = [weight.shape[0]] if bias else None
+    return torch.ops.aten.convolution_backward(
+        g, x, weight, sizes, [1] * ndim, [padding] * ndim, [1] * ndim, transposed, [0] * ndim, 1, [True, True, bias]
+    )
+
+
+class SymmetricField(KnownField):
     """K' σ(N(K y)), and K' σ(N(K M(y))) with ``leading=True``.
 
     Its Jacobian K' diag(σ') K is symmetric and, for increasing σ, positive semi-definite: minus this field is the force
@@ -132,11 +213,11 @@ class SymmetricField(nn.Module):
         ndim: int = 2,
     ) -> None:
         super().__init__()
-        self.operator: LinearOperator = (
+        self.operator: Any = (
             Conv(channels, hidden_channels, kernel_size, ndim) if ndim else Dense(channels, hidden_channels)
         )
         self.lead = make_norm(norm, channels, ndim) if leading else None
-        self.norm = make_norm(norm, self.operator.out_channels, ndim)
+        self.norm: Any = make_norm(norm, self.operator.out_channels, ndim)
         self.activation = make_activation(activation)
 
     def forward(self, y: Tensor) -> Tensor:
@@ -144,8 +225,30 @@ class SymmetricField(nn.Module):
             y = self.lead(y)
         return self.operator.adjoint(self.activation(affine(self.operator, self.norm, y)))
 
+    def _hidden(self, shifted: Tensor) -> Tensor:
+        return IN_PLACE[self.activation](affine(self.operator, self.norm, shifted))
 
-class AntisymmetricField(nn.Module):
+    def value(self, q: Tensor) -> Tensor:
+        return self.operator.adjoint(self._hidden(q if self.lead is None else self.lead(q)))
+
+    def vjp(self, q: Tensor, g: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+        weight, padding = self.operator.weight, self.operator.padding
+        shifted = q if self.lead is None else self.lead(q)
+        hidden = self._hidden(shifted)
+        u = self.operator.adjoint(hidden)
+        g_hidden, g_weight, _ = _convolution_vjp(g, hidden, weight, padding, transposed=True)
+        g_hidden = SLOPES[self.activation](g_hidden, hidden)
+        gq, g_weight_first, g_bias = _convolution_vjp(g_hidden, shifted, weight, padding, bias=True)
+        g_lead = [] if self.lead is None else [_over_channels(gq)]
+        return u, gq, [g_weight.add_(g_weight_first), *g_lead, g_bias]
+
+
+def _over_channels(g: Tensor) -> Tensor:
+    """The sum of g over everything but its channels."""
+    return g.sum((0, *range(2, g.dim())))
+
+
+class AntisymmetricField(KnownField):
     """σ(N((K - K') y)); with a bias for N its Jacobian diag(σ')(K - K') has imaginary eigenvalues only.
 
     Args:
@@ -166,14 +269,24 @@ class AntisymmetricField(nn.Module):
         ndim: int = 2,
     ) -> None:
         super().__init__()
-        self.operator: LinearOperator = (
-            AntisymmetricConv(channels, kernel_size, ndim) if ndim else AntisymmetricDense(channels)
-        )
-        self.norm = make_norm(norm, channels, ndim)
+        self.operator: Any = AntisymmetricConv(channels, kernel_size, ndim) if ndim else AntisymmetricDense(channels)
+        self.norm: Any = make_norm(norm, channels, ndim)
         self.activation = make_activation(activation)
 
     def forward(self, y: Tensor) -> Tensor:
         return self.activation(affine(self.operator, self.norm, y))
+
+    def value(self, q: Tensor) -> Tensor:
+        return IN_PLACE[self.activation](affine(self.operator, self.norm, q))
+
+    def vjp(self, q: Tensor, g: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+        kernel = self.operator.weight - adjoint_kernel(self.operator.weight)
+        u = IN_PLACE[self.activation](
+            CONVOLUTIONS[q.dim() - 2](q, kernel, self.norm.bias, padding=self.operator.padding)
+        )
+        g = SLOPES[self.activation](g.clone(), u)
+        gq, g_kernel, g_bias = _convolution_vjp(g, q, kernel, self.operator.padding, bias=True)
+        return u, gq, [g_kernel - adjoint_kernel(g_kernel), g_bias]
 
 
 class OneLayerField(nn.Module):

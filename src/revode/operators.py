@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-_CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _CONV_TRANSPOSE = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
 
@@ -70,7 +70,7 @@ class Conv(LinearOperator):
 
     def __init__(self, in_channels: int, out_channels: int | None = None, kernel_size: int = 3, ndim: int = 2) -> None:
         super().__init__()
-        if ndim not in _CONV:
+        if ndim not in CONVOLUTIONS:
             raise ValueError(f"ndim must be 1, 2 or 3, got {ndim!r}")
         if kernel_size % 2 != 1 or kernel_size < 1:
             raise ValueError(f"kernel_size must be odd, so that the adjoint has the same padding, got {kernel_size!r}")
@@ -83,7 +83,7 @@ class Conv(LinearOperator):
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         _require_size("Conv", x, 1, self.in_channels)
-        return _CONV[self.ndim](x, self.weight, bias, padding=self.padding)
+        return CONVOLUTIONS[self.ndim](x, self.weight, bias, padding=self.padding)
 
     def adjoint(self, y: Tensor) -> Tensor:
         _require_size("Conv.adjoint", y, 1, self.out_channels)
@@ -102,7 +102,7 @@ class AntisymmetricConv(Conv):
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         _require_size("AntisymmetricConv", x, 1, self.in_channels)
-        return _CONV[self.ndim](x, self.weight - adjoint_kernel(self.weight), bias, padding=self.padding)
+        return CONVOLUTIONS[self.ndim](x, self.weight - adjoint_kernel(self.weight), bias, padding=self.padding)
 
     def adjoint(self, y: Tensor) -> Tensor:
         return -self(y)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 Field = Callable[[Tensor], Tensor]
+Rounding = Callable[[Tensor], Tensor]
 State = tuple[Tensor, Tensor]
 OpenState = tuple[Tensor | None, Tensor]
 """A pair whose first member may still be missing: a one-tensor scheme before its start."""
@@ -32,26 +33,38 @@ class Coupling:
     keep: float
     gain: float
 
-    def phi(self, q: Tensor, u: Tensor, round_to_grid: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    def phi(self, q: Tensor, u: Tensor, rounding: Rounding | None, out: Tensor | None) -> Tensor:
         """keep * q + gain * u, the second term rounded if asked; the same bits for ``step`` and ``reverse``."""
-        increment = u if self.gain == 1.0 else u * self.gain
-        if round_to_grid is not None:
-            increment = round_to_grid(increment)
-        return increment if self.keep == 0.0 else torch.add(increment, q, alpha=self.keep)
+        increment = u if self.gain == 1.0 else torch.mul(u, self.gain, out=out)
+        if rounding is not None:
+            increment = rounding(increment)
+        return increment if self.keep == 0.0 else torch.add(increment, q, alpha=self.keep, out=out)
 
-    def step(self, p: Tensor | None, q: Tensor, u: Tensor, round_to_grid: Callable | None = None) -> Tensor:
-        """The new state q' from p, q and u = F(q); without p, that term is absent (a start)."""
-        if p is not None and round_to_grid is None and self.carry == 1.0 and self.keep == 0.0:
-            return torch.add(p, u, alpha=self.gain)
-        phi = self.phi(q, u, round_to_grid)
-        return phi if p is None else torch.add(phi, p, alpha=self.carry)
+    def step(
+        self, p: Tensor | None, q: Tensor, u: Tensor, rounding: Rounding | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """The new state q' from p, q and u = F(q); without p, that term is absent (a start).
 
-    def reverse(self, q: Tensor, q_next: Tensor, u: Tensor, round_to_grid: Callable | None = None) -> Tensor:
+        Args:
+            p: the older state.
+            q: the newer state.
+            u: the branch's value at q.
+            rounding: what to do to the increment before it is added.
+            out: where to write; u itself if nobody else needs it.
+        """
+        if p is not None and rounding is None and self.carry == 1.0 and self.keep == 0.0:
+            return torch.add(p, u, alpha=self.gain, out=out)
+        phi = self.phi(q, u, rounding, out)
+        return phi if p is None else torch.add(phi, p, alpha=self.carry, out=out)
+
+    def reverse(
+        self, q: Tensor, q_next: Tensor, u: Tensor, rounding: Rounding | None = None, out: Tensor | None = None
+    ) -> Tensor:
         """The old state p from q, q' and u = F(q): ``step`` solved for p."""
-        if round_to_grid is None and self.carry == 1.0 and self.keep == 0.0:
-            return torch.sub(q_next, u, alpha=self.gain)
-        p = q_next - self.phi(q, u, round_to_grid)
-        return p if self.carry == 1.0 else p / self.carry
+        if rounding is None and self.carry == 1.0 and self.keep == 0.0:
+            return torch.sub(q_next, u, alpha=self.gain, out=out)
+        p = torch.sub(q_next, self.phi(q, u, rounding, out), out=out)
+        return p if self.carry == 1.0 else torch.div(p, self.carry, out=out)
 
 
 class Scheme(abc.ABC):
