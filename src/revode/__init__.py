@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from revode.networks.registry import create_model as create_model
     from revode.networks.registry import list_models as list_models
     from revode.networks.registry import register_model as register_model
+    from revode.networks.serialization import load as load
+    from revode.networks.serialization import save as save
     from revode.operators import AntisymmetricConv as AntisymmetricConv
     from revode.operators import Conv as Conv
     from revode.operators import Dense as Dense
@@ -35,6 +37,8 @@ _HOMES = {
     "create_model": "revode.networks.registry",
     "list_models": "revode.networks.registry",
     "register_model": "revode.networks.registry",
+    "load": "revode.networks.serialization",
+    "save": "revode.networks.serialization",
     "AntisymmetricConv": "revode.operators",
     "Conv": "revode.operators",
     "Dense": "revode.operators",

@@ -64,14 +64,14 @@ class StridedBlock(nn.Module):
 
     def __init__(self, in_channels: int, out_channels: int, norm: str, activation: str) -> None:
         super().__init__()
-        self.half = out_channels // 2
-        self.first = PreActivation(in_channels // 2, self.half, stride=2, norm=norm, activation=activation)
-        self.second = PreActivation(self.half, norm=norm, activation=activation)
+        self.half_channels = out_channels // 2
+        self.first = PreActivation(in_channels // 2, self.half_channels, stride=2, norm=norm, activation=activation)
+        self.second = PreActivation(self.half_channels, norm=norm, activation=activation)
 
     def forward(self, x: Features) -> Features:
         y, z = x.chunk(2, dim=1) if isinstance(x, Tensor) else x
-        y = pad_channels(pool(y), self.half) + self.first(z)
-        z = pad_channels(pool(z), self.half) + self.second(y)
+        y = pad_channels(pool(y), self.half_channels) + self.first(z)
+        z = pad_channels(pool(z), self.half_channels) + self.second(y)
         return y, z
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from revode.engine import ReversibleSequence
 from revode.networks.baselines import residual_unit
+from revode.networks.budget import share
 from revode.networks.config import NetworkConfig, OdeConfig, ReversibleConfig
+from revode.networks.cost import Meter
 from revode.networks.head import LinearHead, NormHead
+from revode.networks.initialization import smooth_in_time_
 from revode.networks.stages import NamedSequence, Stage, Unit, make_stage, transition_kind, unit_blocks
 from revode.networks.stem import ConvStem, PadStem
 from revode.networks.transitions import Features, Squeeze, join
@@ -35,17 +39,24 @@ class StagedClassifier(nn.Module):
         self.stem = stem
         self.stages = nn.ModuleList(stages)
         self.head = head
+        self._shares: dict[Any, list[int]] = {}
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.features(x))
+        return self.head(self.readout(self.run_stages(x)))
 
     def features(self, x: Tensor) -> Tensor:
-        """What the head sees: the features behind the last unit."""
+        """The features behind the last unit, which the head sees."""
         return join(self.run_stages(x))
+
+    def readout(self, x: Features) -> Tensor:
+        """What the head sees of the last features."""
+        return join(x)
 
     def run_stages(self, x: Tensor) -> Features:
         """Stem and stages, the pair not yet joined."""
         self.check_image(x)
+        if isinstance(self.config, ReversibleConfig) and self.config.memory_budget and torch.is_grad_enabled():
+            self._share_budget(x, self.config.memory_budget)
         y: Features = self.stem(x)
         for stage in self.stages:
             y = stage(y)
@@ -59,6 +70,20 @@ class StagedClassifier(nn.Module):
                 f"{self.config.name} takes images of shape (batch, {self.config.in_channels}, height, width) with edges "
                 f"of at least {smallest}, got {tuple(x.shape)}"
             )
+
+    def _share_budget(self, x: Tensor, budget: int) -> None:
+        """Give each sequence its part of the memory budget for a batch like x; measured once for each kind of call."""
+        autocast = torch.is_autocast_enabled(x.device.type), torch.get_autocast_dtype(x.device.type)
+        kind = (budget, x.shape, x.dtype, self.training, *autocast)
+        if kind not in self._shares:
+            if torch.compiler.is_compiling():
+                raise ValueError(
+                    "memory_budget is shared among the units by measuring them, which torch.compile cannot do: "
+                    "call the uncompiled network once on images of this shape first"
+                )
+            self._shares[kind] = share(budget, Meter(self, tuple(x.shape[1:])).parts(), x.shape[0])
+        for (_, sequence, _), part in zip(self.sequences(), self._shares[kind], strict=True):
+            sequence.memory_budget = part
 
     @property
     def num_layers(self) -> int:
@@ -98,10 +123,16 @@ class StagedClassifier(nn.Module):
 class InvertibleClassifier(StagedClassifier):
     """A classifier with `Squeeze` transitions: from its last features the image can be computed."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self._readout(self.run_stages(x)))
+    def check_image(self, x: Tensor) -> None:
+        super().check_image(x)
+        factor = 2 ** (self.config.num_units - 1)
+        if x.shape[2] % factor or x.shape[3] % factor:
+            raise ValueError(
+                f"transition='squeeze' halves images exactly: their edges must be multiples of {factor}, got {tuple(x.shape)}"
+            )
 
-    def _readout(self, x: Features) -> Tensor:
+    def readout(self, x: Features) -> Tensor:
+        """The halves joined, or the newest of two states."""
         sequence = self.sequences()[-1].sequence
         return sequence.scheme.readout(cast(State, x), sequence.split_dim)
 
@@ -130,6 +161,16 @@ def build(config: NetworkConfig) -> StagedClassifier:
     """The network that `config` describes, with fresh weights."""
     if not isinstance(config, ReversibleConfig):
         return _build_resnet(config)
+    seed = int(torch.randint(2**62, ())) if isinstance(config, OdeConfig) and config.init == "smooth" else None
+    model = _build_reversible(config)
+    if seed is not None:
+        generator = torch.Generator().manual_seed(seed)
+        for _, sequence, _ in model.sequences():
+            smooth_in_time_(sequence, generator)
+    return model
+
+
+def _build_reversible(config: ReversibleConfig) -> StagedClassifier:
     invertible = transition_kind(config) == "squeeze"
     stem = (PadStem if invertible else ConvStem)(config.in_channels, config.channels[0])
     stages = [make_stage(config, unit) for unit in range(config.num_units)]

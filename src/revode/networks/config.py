@@ -69,7 +69,7 @@ class NetworkConfig:
         require_choice("norm", self.norm, self.norms)
         require_choice("backprop", self.backprop, self.strategies, f" for {self.name}")
         for name in ("num_classes", "in_channels", "image_size"):
-            _integers(name, [getattr(self, name)])
+            require_positive_integer(name, getattr(self, name))
         if len(self.blocks) != len(self.channels):
             raise ValueError(
                 f"blocks and channels must name the same number of units, got blocks={self.blocks} and "
@@ -159,6 +159,16 @@ class ReversibleConfig(NetworkConfig):
     anchor_every: int | None = None
     memory_budget: int | None = None
     damping: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.memory_budget is not None:
+            require_positive_integer("memory_budget", self.memory_budget)
+            if self.backprop != "reversible" or self.anchor_every is not None:
+                raise ValueError(
+                    "memory_budget says itself what is kept: leave out backprop and anchor_every, "
+                    f"got backprop={self.backprop!r}, anchor_every={self.anchor_every}"
+                )
 
     @property
     def splits(self) -> bool:
@@ -273,11 +283,17 @@ def require_choice(name: str, value: Any, choices: Iterable[str], where: str = "
         raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}{where}, got {value!r}")
 
 
-def _integers(name: str, values: Iterable[Any]) -> tuple[int, ...]:
-    values = tuple(values) if isinstance(values, list | tuple) else (values,)
-    if not values or any(not isinstance(v, int) or isinstance(v, bool) or v < 1 for v in values):
-        raise ValueError(f"{name} must be positive integers, got {values}")
-    return values
+def require_positive_integer(name: str, value: Any) -> None:
+    """Refuse what is not a whole number above zero."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} must be a positive integer, got {value!r}")
+
+
+def _integers(name: str, values: Any) -> tuple[int, ...]:
+    found = tuple(values) if isinstance(values, list | tuple) else (values,)
+    if not found or any(not isinstance(v, int) or isinstance(v, bool) or v < 1 for v in found):
+        raise ValueError(f"{name} must be positive integers, got {values!r}")
+    return found
 
 
 def _require_positive(name: str, value: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import importlib
 import re
@@ -16,7 +17,7 @@ DepthRecipe = Callable[[int], NetworkConfig]
 
 _RECIPES: dict[str, Recipe] = {}
 _FAMILIES: dict[str, DepthRecipe] = {}
-STL_SUFFIX = "-stl"
+STL_SUFFIX, STL_SIZE = "-stl", 96
 
 
 def register_model(name: str) -> Callable[[Recipe], Recipe]:
@@ -77,13 +78,20 @@ def _find(name: str) -> NetworkConfig:
             raise ValueError(f"the function registered as {name!r} must return a config, got {type(config).__name__}")
         return config
     if name.endswith(STL_SUFFIX):
-        return _find(name.removesuffix(STL_SUFFIX)).with_options(image_size=96)
+        base = _find(name.removesuffix(STL_SUFFIX))
+        return dataclasses.replace(base, name=name, image_size=STL_SIZE)
     family, _, layers = name.rpartition("-")
     if family in _FAMILIES and layers.isascii() and layers.isdigit():
         return _FAMILIES[family](int(layers))
+    if name in _FAMILIES:
+        raise ValueError(f"{name} is a family: say how many layers, as in {_example(name)}")
     near = difflib.get_close_matches(name, list_models(), 3, cutoff=0.4)
     hint = f"the nearest are {', '.join(near)}; " if near else ""
     raise ValueError(f"there is no network {name!r}: {hint}`revode models` lists all")
+
+
+def _example(family: str) -> str:
+    return next((name for name in list_models() if re.fullmatch(rf"{family}-\d+", name)), f"{family}-<layers>")
 
 
 def _natural(name: str) -> list[Any]:

@@ -48,7 +48,7 @@ class Stage(nn.Module):
     Args:
         body: the sequence; anything from tensor to tensor if it is not reversible, and may be absent.
         transition: what follows it.
-        hands_on_pair: whether the transition gets the pair of the scheme, or its readout.
+        hands_on_pair: whether the transition gets the pair of the scheme, or its newest state.
     """
 
     def __init__(self, body: nn.Module | None, transition: nn.Module, *, hands_on_pair: bool = False) -> None:
@@ -61,9 +61,11 @@ class Stage(nn.Module):
         """What the transition gets."""
         if self.body is None:
             return x
-        if not self.hands_on_pair:
+        if not isinstance(self.body, ReversibleSequence):
             return self.body(x)
-        return self.body(x, return_state=True)[1]
+        # The newest state itself, not the readout: that is a copy, and the unit has saved the state anyway.
+        state = self.body(x, return_state=True)[1]
+        return state if self.hands_on_pair else state[1]
 
     def forward(self, x: Features) -> Features:
         return self.transition(self.run_body(x))

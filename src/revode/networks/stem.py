@@ -18,6 +18,9 @@ def convolution(in_channels: int, out_channels: int, kernel_size: int = 3, strid
 class ConvStem(nn.Module):
     """3x3 convolution, batch norm, ReLU."""
 
+    keeps_output = True
+    """Autograd keeps the output of the ReLU, so whoever keeps it too costs nothing more."""
+
     def __init__(self, in_channels: int, channels: int) -> None:
         super().__init__()
         self.conv = convolution(in_channels, channels)

@@ -1,0 +1,143 @@
+"""Networks in words and numbers: the list of all, and the bill of one."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from revode.engine import STRATEGIES
+from revode.networks.classifier import LAYERS_PER_BLOCK, StagedClassifier, build
+from revode.networks.config import NetworkConfig, OdeConfig
+from revode.networks.cost import Meter, PartCost
+from revode.networks.registry import list_models, model_config
+
+PAPER_PARAMETERS: dict[str, tuple[float, float | None]] = {
+    "resnet-32": (0.46, 0.47),
+    "revnet-38": (0.46, 0.48),
+    "hamiltonian-74": (0.43, 0.44),
+    "midpoint-26": (0.50, 0.51),
+    "leapfrog-26": (0.50, 0.51),
+    "resnet-110": (1.73, 1.73),
+    "revnet-110": (1.73, 1.74),
+    "hamiltonian-218": (1.68, 1.69),
+    "midpoint-62": (1.78, 1.79),
+    "leapfrog-62": (1.78, 1.79),
+    "resnet-1202": (19.4, None),
+    "hamiltonian-1202": (9.70, None),
+}
+"""Millions of parameters as the paper prints them, for CIFAR-10 and CIFAR-100."""
+
+
+def count_parameters(config: NetworkConfig) -> int:
+    """Parameters of the network, without drawing any."""
+    if isinstance(config, OdeConfig):
+        config = dataclasses.replace(config, init="independent")
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in build(config).parameters())
+
+
+def summarize(name: str) -> dict[str, Any]:
+    """One line of the list: layout and parameters for colour images in 10 and in 100 classes, the paper's beside them."""
+    config = model_config(name, num_classes=10, in_channels=3)
+    num_parameters = count_parameters(config)
+    paper = PAPER_PARAMETERS.get(name, (None, None))
+    return {
+        "name": name,
+        "family": config.family,
+        "layers": LAYERS_PER_BLOCK[config.family] * sum(config.blocks) + 2,
+        "units": list(config.blocks),
+        "channels": list(config.channels),
+        "params_cifar10": num_parameters,
+        "params_cifar100": num_parameters + 90 * (config.channels[-1] + 1),
+        "paper_params_cifar10_m": paper[0],
+        "paper_params_cifar100_m": paper[1],
+    }
+
+
+def summarize_all() -> list[dict[str, Any]]:
+    """`summarize` for every registered network."""
+    return [summarize(name) for name in list_models()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """What a network is made of and what a training step of it costs.
+
+    ``parts`` are its stem, units, transitions and head in order; `bytes_kept` is what backward keeps of a batch.
+    """
+
+    config: NetworkConfig
+    num_layers: int
+    image_shape: tuple[int, ...]
+    batch_size: int
+    parts: tuple[PartCost, ...]
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(part.num_parameters for part in self.parts)
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of one forward pass of one image; a multiply-add counts as two."""
+        return sum(part.flops for part in self.parts)
+
+    @property
+    def strategies(self) -> tuple[str, ...]:
+        """The ways of computing gradients that the network offers."""
+        return tuple(strategy for strategy in STRATEGIES if strategy in self.config.strategies)
+
+    def bytes_kept(self, strategy: str) -> int:
+        """Bytes of activations kept for backward."""
+        return sum(part.saved[strategy].of(self.batch_size) for part in self.parts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "name": self.config.name,
+            "family": self.config.family,
+            "layers": self.num_layers,
+            "config": self.config.to_dict(),
+            "image_shape": list(self.image_shape),
+            "batch_size": self.batch_size,
+            "params": self.num_parameters,
+            "flops_per_image": self.flops,
+            "activation_bytes": {strategy: self.bytes_kept(strategy) for strategy in self.strategies},
+            "stages": [self._part_to_dict(part) for part in self.parts],
+        }
+
+    def _part_to_dict(self, part: PartCost) -> dict[str, Any]:
+        return {
+            "name": part.name,
+            "blocks": part.num_blocks,
+            "shape": list(part.shape),
+            "params": part.num_parameters,
+            "flops_per_image": part.flops,
+            "activation_bytes": {strategy: part.saved[strategy].of(self.batch_size) for strategy in self.strategies},
+        }
+
+
+def describe(model: nn.Module | str, *, image_size: int | None = None, batch_size: int = 100) -> Description:
+    """The bill of a network.
+
+    Args:
+        model: a network of this room, or the name of one.
+        image_size: edge of the images; the config's unless given.
+        batch_size: images in a training step.
+    """
+    if isinstance(model, str):
+        with torch.random.fork_rng(devices=[]):
+            model = build(model_config(model))
+    if not isinstance(model, StagedClassifier):
+        raise ValueError(f"describe takes a network of revode.create_model or its name, got {type(model).__name__}")
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise ValueError(f"batch_size must be a positive integer, got {batch_size!r}")
+    size = model.config.image_size if image_size is None else image_size
+    shape = (model.config.in_channels, size, size)
+    parts = tuple(Meter(model, shape).parts())
+    return Description(
+        config=model.config, num_layers=model.num_layers, image_shape=shape, batch_size=batch_size, parts=parts
+    )

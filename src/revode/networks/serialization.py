@@ -1,0 +1,113 @@
+"""A network as one safetensors file: weights, and the config that builds it. Loading runs no code from the file."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from revode.networks.classifier import StagedClassifier, build
+from revode.networks.config import NetworkConfig
+
+FORMAT = "revode-network-1"
+"""What the file says it is; the number rises when older versions cannot read it."""
+
+
+def save(model: StagedClassifier, path: str | os.PathLike[str]) -> None:
+    """Write `model` to `path`: wholly, or not at all.
+
+    Args:
+        model: a network of `create_model`.
+        path: the file; its folder exists.
+    """
+    if not isinstance(model, StagedClassifier):
+        raise ValueError(f"save takes a network of revode.create_model, got {type(model).__name__}")
+    target = Path(path)
+    if target.is_dir():
+        raise ValueError(f"cannot save to {target}: it is a directory, give a file name")
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in _distinct_tensors(model).items()}
+    metadata = {"format": FORMAT, "config": json.dumps(model.config.to_dict())}
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
+    os.close(handle)
+    try:
+        save_file(tensors, temporary, metadata)
+        os.chmod(temporary, 0o666 & ~_umask())
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(temporary)
+        raise
+
+
+def load(path: str | os.PathLike[str], **options: Any) -> StagedClassifier:
+    """The network saved at `path`, on the CPU and in training mode.
+
+    Args:
+        path: a file that `save` wrote.
+        options: options of the network that do not change its weights, such as ``backprop`` or ``memory_budget``.
+    """
+    target = Path(path)
+    if not target.exists():
+        raise FileNotFoundError(f"there is no file {target}")
+    config, tensors = _read(target)
+    with torch.random.fork_rng(devices=[]):
+        model = build(config.with_options(**options))
+    _fill(model, tensors, target)
+    return model
+
+
+def _umask() -> int:
+    """The process's file mode mask, which mkstemp ignores; it can only be read by setting it."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _distinct_tensors(model: StagedClassifier) -> dict[str, Tensor]:
+    """The state_dict with each shared tensor once, under its first name."""
+    names: dict[int, str] = {}
+    state = model.state_dict(keep_vars=True)
+    for name, tensor in state.items():
+        names.setdefault(id(tensor), name)
+    return {name: state[name] for name in names.values()}
+
+
+def _read(path: Path) -> tuple[NetworkConfig, dict[str, Tensor]]:
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != FORMAT:
+                raise ValueError(
+                    f"{path} is not a network saved by revode.save (its format is {metadata.get('format')!r})"
+                )
+            config = NetworkConfig.from_dict(json.loads(metadata["config"]))
+            return config, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+    except (SafetensorError, OSError, KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is not a readable network file, truncated or foreign: {error}") from error
+
+
+def _fill(model: StagedClassifier, tensors: dict[str, Tensor], path: Path) -> None:
+    """Put `tensors` into the model, if they are exactly what it has."""
+    own = _distinct_tensors(model)
+    odd = sorted(set(own) ^ set(tensors)) or [name for name in own if own[name].shape != tensors[name].shape]
+    if odd:
+        raise ValueError(
+            f"{path} does not hold the weights of {model.config.name} as its config describes it: "
+            f"{len(odd)} tensors are missing, unknown or of another shape, the first is {odd[0]!r}"
+        )
+    kinds = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
+    if len(kinds) == 1:
+        model.to(kinds.pop())
+    with torch.no_grad():
+        for name, tensor in _distinct_tensors(model).items():
+            tensor.copy_(tensors[name])
