@@ -1,0 +1,53 @@
+"""``revode eval RUN``: score a training run."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """RUN, the split, and where to compute."""
+    parser.epilog = "example: revode eval runs/first --split test --json"
+    parser.add_argument("run", metavar="RUN", help="a directory that `revode train` wrote")
+    parser.add_argument("--split", choices=("test", "validation", "train"), default="test", help="images to score on")
+    parser.add_argument(
+        "--device", default="auto", metavar="D", help="cpu, cuda, ...; auto takes a GPU if there is one"
+    )
+    parser.add_argument("--data-root", metavar="DIR", help="folder of the data sets")
+    parser.add_argument("--threads", type=int, default=0, metavar="N", help="CPU threads; 0 leaves torch's choice")
+    parser.add_argument("--json", action="store_true", help="print one JSON object; accuracies are fractions there")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print accuracy and loss."""
+    import json
+
+    import torch
+
+    from revode.training.scoring import load_run, score_run
+
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    found = load_run(args.run, args.device)
+    score = score_run(found, args.split, args.data_root)
+    classes = (score.confusion.diagonal() / score.confusion.sum(1).clamp(min=1)).tolist()
+    if args.json:
+        print(
+            json.dumps(
+                {
+                    "run": str(found.folder),
+                    "model": found.config.model.name,
+                    "dataset": found.config.data.dataset,
+                    "split": args.split,
+                    "images": int(score.confusion.sum()),
+                    "accuracy": score.accuracy,
+                    "loss": score.loss,
+                    "class_accuracies": classes,
+                    "weights_of": found.weights_of,
+                }
+            )
+        )
+        return 0
+    print(f"{found.config.model.name} on {found.config.data.dataset}, weights of the {found.weights_of}")
+    print(f"{args.split} accuracy {score.accuracy:.2%}, loss {score.loss:.4f}, {int(score.confusion.sum())} images")
+    return 0

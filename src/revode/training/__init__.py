@@ -1,0 +1,51 @@
+"""From one configuration to a result one can trust: the loop, its run directory and its report.
+
+    config = revode.training.configure(model="hamiltonian-74", dataset="cifar10", recipe="quick", epochs=2)
+    result = revode.training.train(config, out="runs/first")
+
+Names are loaded on first use; `config`, `recipes` and `flags` need no torch, so that ``revode train --help`` is quick.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from revode.training.config import Config as Config
+    from revode.training.diagnosis import Diverged as Diverged
+    from revode.training.export import export_onnx as export_onnx
+    from revode.training.interruption import Interrupted as Interrupted
+    from revode.training.loop import train as train
+    from revode.training.monitors import Monitor as Monitor
+    from revode.training.recipes import RECIPES as RECIPES
+    from revode.training.recipes import configure as configure
+    from revode.training.report import write_report as write_report
+    from revode.training.scoring import load_run as load_run
+
+_HOMES = {
+    "Config": "config",
+    "Diverged": "diagnosis",
+    "Interrupted": "interruption",
+    "Monitor": "monitors",
+    "RECIPES": "recipes",
+    "configure": "recipes",
+    "export_onnx": "export",
+    "load_run": "scoring",
+    "train": "loop",
+    "write_report": "report",
+}
+
+__all__ = list(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> object:
+    if name in _HOMES:
+        value = getattr(importlib.import_module(f"revode.training.{_HOMES[name]}"), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'revode.training' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

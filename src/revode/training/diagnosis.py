@@ -1,0 +1,165 @@
+"""Why a training broke: the first place and quantity that is not a number, and the likely cause.
+
+The network is run once more on the batch that broke it, with an eye on every branch: states enter branches, so the largest
+magnitude at each entry is the course of the signal over depth.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from revode.engine import ReversibleSequence
+from revode.training.job import Job, StepResult
+from revode.training.planning import use_strategy
+
+
+class Diverged(RuntimeError):
+    """Loss or gradient is not a number any more.
+
+    Attributes:
+        step: Updates done before it broke.
+        diagnosis: What broke first and why, in sentences.
+    """
+
+    def __init__(self, step: int, result: StepResult, diagnosis: str, folder: Path) -> None:
+        self.step = step
+        self.diagnosis = diagnosis
+        self.folder = folder
+        mean = result.loss_sum / max(1, result.num_images)
+        super().__init__(
+            f"training diverged at step {step}: loss {mean:.4g}, norm of the gradient {result.gradient_norm:.4g}"
+        )
+
+
+def diagnose(job: Job, indices: Tensor, epoch: int, step: int, result: StepResult) -> str:
+    """What broke first when the network met these images, and the likely cause; a sentence a line."""
+    images, labels = job.images(indices, epoch)
+    broken_weight = _first_broken(job.model.named_parameters())
+    if broken_weight:
+        first = f"first: the parameter {broken_weight} is not finite"
+        return "\n".join([first, _learning_rate_cause(job, step)])
+    model = copy.deepcopy(job.model)
+    course, broken = _signal(model, images)
+    if broken:
+        first = f"first: {broken}"
+    elif not math.isfinite(result.loss_sum):
+        first = "first: the loss; all states and class scores are finite but too far apart"
+    else:
+        first = f"first: the gradient of {_first_broken_gradient(model, images, labels) or 'some parameter'}"
+    lines = [first, *_growth(course), *_bound_cause(model, images)]
+    return "\n".join([*lines, _learning_rate_cause(job, step)])
+
+
+def _first_broken(tensors: Any) -> str | None:
+    return next((name for name, tensor in tensors if tensor is not None and not torch.isfinite(tensor).all()), None)
+
+
+Course = list[tuple[str, float]]
+"""Places in the order they are visited, with the largest magnitude of what enters."""
+
+
+def places(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every branch by its place, and the modules between sequences by their names."""
+    inside: set[int] = set()
+    unit = 0
+    for name, module in model.named_modules():
+        if id(module) in inside:
+            continue
+        if isinstance(module, ReversibleSequence):
+            unit += 1
+            inside.update(id(part) for part in module.modules())
+            width = module.scheme.fields_per_step
+            for index, field in enumerate(module.fields):
+                half = f", half {index % width + 1}" if width > 1 else ""
+                yield f"unit {unit}, block {index // width + 1}{half}", field
+        elif not any(True for _ in module.children()) and name:
+            yield name, module
+
+
+@torch.no_grad()
+def _signal(model: nn.Module, images: Tensor) -> tuple[Course, str | None]:
+    """The course of the signal, and the first quantity that is not finite."""
+    course: Course = []
+    broken: list[str] = []
+
+    def look(name: str, quantity: str, value: Any) -> float:
+        if not isinstance(value, Tensor) or not value.numel():
+            return 0.0
+        magnitude = float(value.abs().max())
+        if not math.isfinite(magnitude):
+            broken.append(f"the {quantity} of {name}")
+        return magnitude
+
+    def before(name: str) -> Any:
+        return lambda module, inputs: course.append((name, look(name, "input", inputs[0] if inputs else None)))
+
+    def after(name: str) -> Any:
+        return lambda module, inputs, output: look(name, "output", output) and None
+
+    for name, module in places(model):
+        module.register_forward_pre_hook(before(name))
+        module.register_forward_hook(after(name))
+    try:
+        look("the network", "class scores", model.train()(images))
+    except ValueError as error:  # the exact grid refuses what is out of its range
+        broken.append(f"{error}")
+    return course, broken[0] if broken else None
+
+
+def _first_broken_gradient(model: nn.Module, images: Tensor, labels: Tensor) -> str | None:
+    use_strategy(model, "store")
+    F.cross_entropy(model(images), labels).backward()
+    return _first_broken(reversed([(name, p.grad) for name, p in model.named_parameters()]))
+
+
+def _growth(course: Course) -> list[str]:
+    """How the signal grew within the unit where it grew most."""
+    units: dict[str, list[float]] = {}
+    for name, magnitude in course:
+        if name.startswith("unit "):
+            units.setdefault(name.split(",")[0], []).append(magnitude)
+    factors = {
+        name: sizes[-1] / sizes[0] if math.isfinite(sizes[-1]) else math.inf
+        for name, sizes in units.items()
+        if sizes[0] > 0
+    }
+    if not factors:
+        return []
+    name = max(factors, key=lambda key: factors[key])
+    sizes = units[name]
+    return [f"signal: from {sizes[0]:.3g} to {sizes[-1]:.3g} over the {len(sizes)} branches of {name}"]
+
+
+def _bound_cause(model: nn.Module, images: Tensor) -> list[str]:
+    """The step size against its bound, where that can be computed."""
+    try:
+        from revode.stability.bounds import step_bounds
+
+        bounds = step_bounds(model, images[:2])
+    except (ImportError, ValueError, RuntimeError, NotImplementedError):
+        return []
+    if not bounds:
+        return []
+    worst = max(bounds, key=lambda bound: bound.usage)
+    place = f"unit {worst.unit + 1}, block {worst.step + 1}"
+    if worst.usage > 1:
+        return [
+            f"likely cause: h = {worst.h:g} is above its bound {worst.sharp:.3g} at {place}; "
+            f"use a smaller h (--options h={0.9 * worst.sharp:.2g}) or more weight decay"
+        ]
+    return [f"h = {worst.h:g} is within its bound {worst.sharp:.3g} (tightest at {place}), so h is not the cause"]
+
+
+def _learning_rate_cause(job: Job, step: int) -> str:
+    rate = job.learning_rate(step)
+    clip = "" if job.config.optimization.clip else " or --clip 1"
+    lower = job.config.optimization.lr / 3
+    return f"the learning rate was {rate:.3g} at this step; if it rose too fast, try --lr {lower:.1g}{clip}"

@@ -1,0 +1,159 @@
+"""One process or many: who we are, what is summed over all, and how the network is replicated or sharded.
+
+Under ``torchrun`` every process runs the same program. Rank 0 alone writes; batches are disjoint shares of one global
+batch; sums go over all processes. Without it, everything here is the identity.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from revode.training.config import ExecutionConfig
+
+
+@dataclass(frozen=True)
+class Group:
+    """The processes of a run, seen from one of them."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process writes files and speaks."""
+        return self.rank == 0
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum of `tensor` over all processes."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def largest(self, value: int) -> int:
+        """The largest of all processes' values."""
+        if self.world_size == 1:
+            return value
+        tensor = torch.tensor(value, device=self.device)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        return int(tensor)
+
+    def from_leader(self, value: Any) -> Any:
+        """Rank 0's value, everywhere."""
+        if self.world_size == 1:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=0)
+        return values[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every process's value, in order of rank."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+
+@contextlib.contextmanager
+def process_group(config: ExecutionConfig) -> Iterator[Group]:
+    """Join the processes that torchrun started, or be alone."""
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    rank = int(os.environ.get("RANK", "0"))
+    device = choose_device(config.device, int(os.environ.get("LOCAL_RANK", "0")))
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    if world_size == 1:
+        yield Group(0, 1, device)
+        return
+    joined_here = not dist.is_initialized()
+    if joined_here:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield Group(rank, world_size, device)
+    finally:
+        if joined_here:
+            dist.destroy_process_group()
+
+
+def choose_device(name: str, local_rank: int = 0) -> torch.device:
+    """The device called `name`; ``auto`` is this process's GPU if there is one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", local_rank)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"device {name!r} cannot be used ({reason}); use --device cpu or auto") from error
+    return device
+
+
+def parallelize(model: nn.Module, config: ExecutionConfig, group: Group) -> nn.Module:
+    """What to call in training: the model itself, replicated (DDP), or sharded in place (FSDP2)."""
+    if group.world_size == 1:
+        return model
+    if config.parallel == "fsdp":
+        return _shard(model)
+    devices = [group.device.index] if group.device.type == "cuda" else None
+    return nn.parallel.DistributedDataParallel(model, device_ids=devices)
+
+
+def _shard(model: nn.Module) -> nn.Module:
+    """Shard every reversible sequence as one whole, then the rest. (A sequence calls its branches out of order.)"""
+    from torch.distributed.fsdp import fully_shard
+
+    from revode.engine import ReversibleSequence
+
+    for module in model.modules():
+        if isinstance(module, ReversibleSequence):
+            fully_shard(module)
+    fully_shard(model)
+    return model
+
+
+def synchronize_batch_norm(model: nn.Module, group: Group) -> tuple[nn.Module, str]:
+    """The model with batch statistics over all processes where torch has them, and what was done, in words."""
+    if group.world_size == 1:
+        return model, "one process: batch statistics are those of the whole batch already"
+    if group.device.type != "cuda":
+        return model, "torch synchronises batch statistics on GPUs only: each process keeps its own share's statistics"
+    return nn.SyncBatchNorm.convert_sync_batchnorm(model), "batch statistics are taken over all processes"
+
+
+@contextlib.contextmanager
+def gradients_stay_local(module: nn.Module, local: bool) -> Iterator[None]:
+    """Hold back the exchange of gradients, for all micro-batches of an update but the last."""
+    if local and isinstance(module, nn.parallel.DistributedDataParallel):
+        with module.no_sync():
+            yield
+    elif hasattr(module, "set_requires_gradient_sync"):
+        module.set_requires_gradient_sync(not local)  # type: ignore[operator]
+        yield
+    else:
+        yield
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A sharded tensor put together (all processes must ask); any other tensor as it is."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # type: ignore[attr-defined]
+
+
+def copy_whole(target: Tensor, source: Tensor) -> None:
+    """Copy a whole tensor into `target`, of which this process may hold only its shard."""
+    if hasattr(target, "full_tensor"):
+        from torch.distributed.tensor import distribute_tensor
+
+        source = distribute_tensor(source.to(target.device), target.device_mesh, target.placements)  # type: ignore
+    with torch.no_grad():
+        target.copy_(source)

@@ -1,0 +1,215 @@
+"""``report.html``: what a run did, on one page that needs nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from revode import data
+from revode.page import Page, preformatted
+from revode.training import figures
+from revode.training.depth import UnitProfile, depth_profile
+from revode.training.planning import human_bytes, human_time
+from revode.training.runs import REPORT, existing_run, read_metrics
+from revode.training.scoring import Run, images_as_seen, load_run
+
+_NUM_MISTAKES = 12
+_NUM_PROFILE_IMAGES = 16
+_SCAN = 200
+"""Images scored at a time in the search for mistakes."""
+
+
+def write_report(folder: str | Path, data_root: str | None = None, out: str | Path | None = None) -> Path:
+    """Write the report of a run.
+
+    Args:
+        folder: The run.
+        data_root: Folder of the data sets; where its images are missing, the parts that need them are left out.
+        out: The page; ``report.html`` in the run unless given.
+    """
+    path = existing_run(folder)
+    run = load_run(path)
+    try:
+        dataset = data.load(run.config.data.dataset, data_root or run.config.record.data_root)
+        absence = ""
+    except (FileNotFoundError, ValueError) as error:
+        dataset, absence = None, str(error)
+    page = Page(*_titles(run))
+    _cards(page, run)
+    _curves(page, path)
+    _memory(page, run)
+    if dataset is None:
+        page.text(f"Parts that need the images are missing: {absence}.")
+    else:
+        _depth(page, run, dataset)
+    _classes(page, run)
+    if dataset is not None and dataset.test is not None:
+        _mistakes(page, run, dataset)
+    _settings(page, run)
+    target = path / REPORT if out is None else Path(out)
+    try:
+        return page.write(target)
+    except OSError as error:
+        raise ValueError(f"cannot write {target} ({error.strerror}); give another place with --out") from error
+
+
+def _titles(run: Run) -> tuple[str, str]:
+    config = run.config
+    words = [f"recipe {config.recipe}", f"seed {config.execution.seed}", f"weights of the {run.weights_of}"]
+    return f"{config.model.name} on {config.data.dataset}", ", ".join(words)
+
+
+def _cards(page: Page, run: Run) -> None:
+    result = run.result
+    if not result:
+        page.text("This run is not finished: curves go as far as it got, and there is no test score yet.")
+        return
+    accuracy = result["test_accuracy"]
+    page.cards(
+        [
+            ("test accuracy", "none" if accuracy is None else f"{accuracy:.2%}", "of images never trained on"),
+            ("parameters", f"{result['params']:,}", f"{result['plan']['flops_per_image'] / 1e6:.3g} MFLOP an image"),
+            ("training", human_time(result["seconds"]), f"{result['steps']:,} steps, {result['epochs']:.3g} epochs"),
+            ("speed", f"{result['images_per_second']:.0f} images/s", str(result["machine"]["device"])),
+            ("activations", human_bytes(result["peak_activation_bytes"]), "peak kept for backward, measured"),
+        ]
+    )
+
+
+def _curves(page: Page, folder: Path) -> None:
+    rows = read_metrics(folder)
+    train = [row for row in rows if row["kind"] == "train"]
+    if not train:
+        page.text("No metrics were logged yet.")
+        return
+    page.heading("Training")
+    first, last = train[0], train[-1]
+    evaluations = [row for row in rows if row["kind"] == "evaluation"]
+    end = f"; {evaluations[-1]['split']} loss ends at {evaluations[-1]['loss']:.3f}" if evaluations else ""
+    page.figure(
+        figures.curves(rows, "loss", "loss"),
+        "Cross-entropy, means between log lines. The training loss includes label smoothing, where that is on.",
+        f"Training loss from {first['loss']:.3f} to {last['loss']:.3f}{end}",
+    )
+    page.figure(
+        figures.curves(rows, "accuracy", "accuracy, %", scale=100),
+        "Accuracy on augmented training images, and on images not trained on.",
+        f"Training accuracy from {first['accuracy']:.1%} to {last['accuracy']:.1%}",
+    )
+    page.figure(
+        figures.curves(rows, "lr", "learning rate"),
+        "The learning rate.",
+        f"Learning rate from {first['lr']:.3g} to {last['lr']:.3g}, at most {max(row['lr'] for row in train):.3g}",
+    )
+    page.figure(
+        figures.curves(rows, "gradient_norm", "norm of the gradient", log=True),
+        "Norm of the whole gradient before clipping.",
+        f"Gradient norm from {first['gradient_norm']:.3g} to {last['gradient_norm']:.3g}",
+    )
+
+
+def _memory(page: Page, run: Run) -> None:
+    plan = run.result.get("plan")
+    if not plan:
+        return
+    sizes, used = plan["activation_bytes"], plan["strategy"]
+    page.heading("Memory")
+    caption = f"Peak activations for one micro-batch, predicted before the run; this run used {used}"
+    if "store" in sizes and used != "store":
+        caption += f", {sizes['store'] / max(1, sizes[used]):.1f} times less than storing everything"
+    listing = ", ".join(f"{name} {human_bytes(size)}" for name, size in sizes.items())
+    page.figure(figures.memory_bars(sizes, used), f"{caption}.", f"Activation memory: {listing}")
+
+
+def _depth(page: Page, run: Run, dataset: data.Dataset) -> None:
+    images, labels = images_as_seen(dataset, dataset.test or dataset.train, _NUM_PROFILE_IMAGES)
+    profiles = depth_profile(run.model, images, labels)
+    if not profiles:
+        return
+    page.heading("Over depth")
+    _depth_figure(
+        page,
+        [profile for profile in profiles if profile.reconstruction_error],
+        lambda profile: profile.reconstruction_error,
+        "reconstruction error",
+        "States computed back from the end of each unit against those computed forward; 1e-12 stands for exact.",
+    )
+    _depth_figure(
+        page,
+        profiles,
+        lambda profile: profile.gradient_norm,
+        "gradient of the state",
+        "Norm of the loss's gradient by each state: where it neither grows nor shrinks, depth costs nothing.",
+    )
+
+
+def _depth_figure(page: Page, profiles: list[UnitProfile], values: Any, label: str, caption: str) -> None:
+    if profiles:
+        largest = max(max(values(profile)) for profile in profiles)
+        alt = f"The {label} over depth, at most {largest:.2g}"
+        page.figure(figures.over_depth(profiles, values, label), caption, alt)
+
+
+def _classes(page: Page, run: Run) -> None:
+    confusion = run.result.get("confusion")
+    if not confusion:
+        return
+    names = data.describe(run.config.data.dataset).class_names
+    accuracies = [row[i] / max(1, sum(row)) for i, row in enumerate(confusion)]
+    worst = min(range(len(names)), key=lambda i: accuracies[i])
+    page.heading("Classes")
+    page.figure(
+        figures.class_bars(accuracies, names),
+        "Accuracy of each class on the test images" + (" (the 20 lowest)." if len(names) > 20 else "."),
+        f"Accuracies of the classes; lowest {names[worst]} with {accuracies[worst]:.1%}",
+    )
+    page.figure(
+        figures.confusion_matrix(confusion, names),
+        "Confusion matrix: what each class was taken for.",
+        f"Confusion matrix of {len(names)} classes over {sum(map(sum, confusion))} images",
+    )
+
+
+@torch.no_grad()
+def _mistakes(page: Page, run: Run, dataset: data.Dataset) -> None:
+    assert dataset.test is not None
+    images, captions = [], []
+    for indices in data.evaluation_batches(len(dataset.test), _SCAN):
+        batch = dataset.test.take(indices)
+        predictions = run.model(data.standardise(batch.images, dataset)).argmax(1)
+        for i in (predictions != batch.labels).nonzero().flatten().tolist():
+            true, taken = dataset.class_names[int(batch.labels[i])], dataset.class_names[int(predictions[i])]
+            images.append(batch.images[i])
+            captions.append(f"{true} → {taken}")
+        if len(images) >= _NUM_MISTAKES:
+            break
+    if not images:
+        page.text("No test image is classified wrongly.")
+        return
+    images, captions = images[:_NUM_MISTAKES], captions[:_NUM_MISTAKES]
+    page.figure(
+        figures.mistakes(torch.stack(images), captions),
+        "The first mistakes among the test images: true class → what it was taken for.",
+        f"Misclassified test images: {', '.join(captions)}",
+    )
+
+
+def _settings(page: Page, run: Run) -> None:
+    page.heading("Configuration and environment")
+    page.details("Configuration", preformatted(run.config.to_yaml()))
+    result = run.result
+    if result:
+        facts = {**result["versions"], **result["machine"], "processes": result["num_processes"]}
+        page.table(["what", "value"], [[name, value] for name, value in facts.items()], "Environment")
+        page.text(
+            f"Source: commit {result['commit'] or 'unknown'}. Commands: revode eval, revode report, revode export."
+        )
+        shown = {key: value for key, value in result.items() if key != "confusion"}
+        page.details(
+            f"result.json (without the confusion matrix), {os.path.basename(run.folder)}",
+            preformatted(json.dumps(shown, indent=2)),
+        )
