@@ -1,0 +1,50 @@
+"""The stability lab: why these networks can be deep, and where the argument ends, measured on any model.
+
+| question | ask |
+|---|---|
+| do eigenvalues lie on the imaginary axis? | `spectrum`, `similar_matrix`, `unit_spectra` |
+| do perturbations grow? | `lyapunov_exponents`, `lyapunov_of_maps`, `finite_size_growth` |
+| how large may h be? | `step_bounds`, `suggest_h`, `operator_norm` |
+| can it be reversed? | `drift`, `reconstruction_profile`, `linear_revnet` |
+| what happens to signals, gradients and energy? | `signal_propagation`, `hamiltonian_energy` |
+| how sensitive are the class scores? | `noise_sensitivity`, `adversarial_sensitivity` |
+| and during training? | `StabilityMonitor` |
+
+All of it works on copies in eval mode: the model's mode, gradients, buffers and the random stream stay as they are.
+"""
+
+from revode.stability.blocks import unit_reconstruction_errors as unit_reconstruction_errors
+from revode.stability.blocks import unit_spectra as unit_spectra
+from revode.stability.bounds import LayerBound as LayerBound
+from revode.stability.bounds import step_bounds as step_bounds
+from revode.stability.bounds import suggest_h as suggest_h
+from revode.stability.dynamics import amplification as amplification
+from revode.stability.dynamics import ode_state as ode_state
+from revode.stability.dynamics import right_hand_side as right_hand_side
+from revode.stability.dynamics import step_limit as step_limit
+from revode.stability.dynamics import step_map as step_map
+from revode.stability.energy import Energy as Energy
+from revode.stability.energy import hamiltonian_energy as hamiltonian_energy
+from revode.stability.lyapunov import Lyapunov as Lyapunov
+from revode.stability.lyapunov import finite_size_growth as finite_size_growth
+from revode.stability.lyapunov import lyapunov_exponents as lyapunov_exponents
+from revode.stability.lyapunov import lyapunov_of_maps as lyapunov_of_maps
+from revode.stability.monitor import StabilityMonitor as StabilityMonitor
+from revode.stability.norms import Norm as Norm
+from revode.stability.norms import operator_norm as operator_norm
+from revode.stability.propagation import Propagation as Propagation
+from revode.stability.propagation import Sensitivity as Sensitivity
+from revode.stability.propagation import adversarial_sensitivity as adversarial_sensitivity
+from revode.stability.propagation import noise_sensitivity as noise_sensitivity
+from revode.stability.propagation import signal_propagation as signal_propagation
+from revode.stability.reversibility import Drift as Drift
+from revode.stability.reversibility import LinearRevNet as LinearRevNet
+from revode.stability.reversibility import drift as drift
+from revode.stability.reversibility import gradient_error as gradient_error
+from revode.stability.reversibility import linear_revnet as linear_revnet
+from revode.stability.reversibility import reconstruction_error as reconstruction_error
+from revode.stability.reversibility import reconstruction_profile as reconstruction_profile
+from revode.stability.spectra import Jacobian as Jacobian
+from revode.stability.spectra import Spectrum as Spectrum
+from revode.stability.spectra import similar_matrix as similar_matrix
+from revode.stability.spectra import spectrum as spectrum

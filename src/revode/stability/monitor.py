@@ -1,0 +1,116 @@
+"""`StabilityMonitor`: follow a network's stability while it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from revode.stability.blocks import unit_reconstruction_errors, unit_spectra
+from revode.stability.bounds import largest_usage, step_bounds
+from revode.stability.lyapunov import lyapunov_exponents
+from revode.stability.propagation import signal_propagation
+from revode.stability.walk import reversible_units
+
+
+def _perturbation_growth(model: nn.Module, images: Tensor) -> float:
+    return lyapunov_exponents(model, images, k=1, dtype=torch.float32).growth
+
+
+def _step_usage(model: nn.Module, images: Tensor) -> float | None:
+    bounds = step_bounds(model, images[:1], tolerance=0.05, dtype=torch.float32)
+    top = largest_usage(bounds)
+    return None if top is None else top.usage
+
+
+def _signal_growth(model: nn.Module, images: Tensor) -> float:
+    return signal_propagation(model, images).signal_growth
+
+
+def _gradient_growth(model: nn.Module, images: Tensor) -> float:
+    return signal_propagation(model, images).gradient_growth
+
+
+def _reconstruction_error(model: nn.Module, images: Tensor) -> float:
+    return max(unit_reconstruction_errors(model, images))
+
+
+def _max_real_part(model: nn.Module, images: Tensor) -> float:
+    return max(float(eigenvalues.real.max()) for eigenvalues in unit_spectra(model, images).values())
+
+
+QUANTITIES: dict[str, Callable[[nn.Module, Tensor], float | None]] = {
+    "perturbation_growth": _perturbation_growth,
+    "step_usage": _step_usage,
+    "reconstruction_error": _reconstruction_error,
+    "signal_growth": _signal_growth,
+    "gradient_growth": _gradient_growth,
+    "max_real_part": _max_real_part,
+}
+"""What a monitor can follow: name -> the number, None where a network has no such thing (a RevNet's step bound)."""
+
+DEFAULT_QUANTITIES = ("perturbation_growth", "step_usage", "reconstruction_error")
+
+
+class StabilityMonitor:
+    """Measures chosen quantities every N steps; the model, its gradients and the random stream stay as they are.
+
+    Args:
+        images: what to measure on; standard normal images of the size the model's config names unless given.
+        every: steps between measurements; other steps return nothing.
+        quantities: names out of `QUANTITIES`.
+        num_images: how many of `images` to use.
+    """
+
+    def __init__(
+        self,
+        images: Tensor | None = None,
+        *,
+        every: int = 1,
+        quantities: Sequence[str] = DEFAULT_QUANTITIES,
+        num_images: int = 4,
+    ) -> None:
+        if not isinstance(every, int) or every < 1:
+            raise ValueError(f"every must be a positive number of steps, got {every!r}")
+        for name in quantities:
+            if name not in QUANTITIES:
+                raise ValueError(f"a monitor can follow {', '.join(QUANTITIES)}; got {name!r}")
+        self.images = images
+        self.every = every
+        self.quantities = tuple(quantities)
+        self.num_images = num_images
+
+    def on_step(self, model: nn.Module, step: int) -> dict[str, float]:
+        """The quantities after `step`, by name; nothing between measurements, nor once the weights are NaN."""
+        if step % self.every:
+            return {}
+        model = _unwrapped(model)
+        reversible_units(model)
+        if any(not bool(torch.isfinite(p).all()) for p in model.parameters()):
+            return {}
+        images = self._images(model)
+        found = {name: QUANTITIES[name](model, images) for name in self.quantities}
+        return {name: float(value) for name, value in found.items() if value is not None}
+
+    def _images(self, model: nn.Module) -> Tensor:
+        if self.images is None:
+            self.images = random_images(model, self.num_images)
+        device = next(model.parameters()).device
+        return self.images[: self.num_images].to(device)
+
+
+def random_images(model: nn.Module, num_images: int, seed: int = 0) -> Tensor:
+    """Standard normal images of the size that the model's config names."""
+    config: Any = getattr(model, "config", None)
+    if config is None:
+        raise ValueError(f"{type(model).__name__} does not say the size of its input: give the monitor images")
+    shape = (num_images, config.in_channels, config.image_size, config.image_size)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The network inside torch.compile's or DistributedDataParallel's wrapper."""
+    model = getattr(model, "_orig_mod", model)
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model

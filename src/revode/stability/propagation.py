@@ -1,0 +1,185 @@
+"""What happens to signals, gradients and energy on the way through a network."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from revode.engine import ReversibleSequence
+from revode.stability.walk import Parts, Place, analysis_copy, calibrate_batch_norm, flatten_state, walk
+
+
+@dataclass(frozen=True)
+class Propagation:
+    """Norms over depth, geometric means over the images.
+
+    Attributes:
+        places: where they were measured, in order.
+        signal: norm of the state.
+        gradient: norm of the loss's gradient by the state.
+    """
+
+    places: list[Place]
+    signal: Tensor
+    gradient: Tensor
+
+    @property
+    def signal_growth(self) -> float:
+        """The factor by which the state's norm grows inside the reversible units, all of them together."""
+        return float(self._inside(self.signal.log()).exp())
+
+    @property
+    def gradient_growth(self) -> float:
+        """The factor by which the gradient grows on its way back through the units: vanishing below 1, exploding above."""
+        return float((-self._inside(self.gradient.log())).exp())
+
+    def _inside(self, logs: Tensor) -> Tensor:
+        steps = [i for i, place in enumerate(self.places) if place.kind in ("step", "leave")]
+        return (logs[steps] - logs[[i - 1 for i in steps]]).sum()
+
+
+def signal_propagation(
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor | None = None,
+    *,
+    chunk: int = 8,
+    dtype: torch.dtype | None = None,
+) -> Propagation:
+    """Norm of signal and gradient at every depth, on a copy of the model.
+
+    The loss is the cross entropy with `labels` (the network's own predictions unless given); for a module whose output is
+    not a batch of class scores, the product with fixed random numbers.
+
+    Args:
+        model: a network with reversible units.
+        images: its inputs.
+        labels: their classes.
+        chunk: images at a time; every activation of these is kept.
+        dtype: of the computation; the model's own unless given.
+    """
+    model = analysis_copy(model, dtype)
+    dtype = next(model.parameters()).dtype
+    images = images.to(dtype)
+    calibrate_batch_norm(model, images)
+    places: list[Place] = []
+    signals, gradients = [], []
+    for start in range(0, len(images), chunk):
+        part = None if labels is None else labels[start : start + chunk]
+        places, signal, gradient = _norms(model, images[start : start + chunk], part)
+        signals.append(signal.double().log())
+        gradients.append(gradient.double().log())
+    return Propagation(places, torch.cat(signals, 1).mean(1).exp(), torch.cat(gradients, 1).mean(1).exp())
+
+
+def _norms(model: nn.Module, images: Tensor, labels: Tensor | None) -> tuple[list[Place], Tensor, Tensor]:
+    """Norms of states and co-states, shape (places, images)."""
+    seen: list[tuple[Place, ReversibleSequence | None, Parts]] = []
+
+    def visit(place: Place, unit: ReversibleSequence | None, parts: Parts) -> Parts:
+        aliases = tuple(part.view_as(part) for part in parts)  # so that the members of a pair are independent
+        seen.append((place, unit, parts if unit is None else aliases))
+        return aliases
+
+    with torch.enable_grad():
+        output = walk(model, images.detach().clone().requires_grad_(), visit)
+        loss = _loss(output, labels)
+        leaves = [part for _, _, parts in seen for part in parts]
+        grads = iter(torch.autograd.grad(loss, leaves, allow_unused=True))
+    signal, gradient = [], []
+    for _, unit, parts in seen:
+        found = tuple(next(grads) for _ in parts)
+        costate = tuple(torch.zeros_like(p) if g is None else g for p, g in zip(parts, found, strict=True))
+        with torch.no_grad():
+            signal.append(torch.linalg.vector_norm(flatten_state(unit, parts), dim=1))
+            vector = flatten_state(unit, costate)
+            # the co-state lives in the dual coordinates: where states are scaled by √½, gradients are by √2
+            scale = 2.0 if unit is not None and len(parts) == 2 and not unit.scheme.splits else 1.0
+            gradient.append(scale * torch.linalg.vector_norm(vector, dim=1))
+    return [place for place, _, _ in seen], torch.stack(signal), torch.stack(gradient)
+
+
+def _loss(output: Tensor, labels: Tensor | None) -> Tensor:
+    if output.dim() == 2:
+        target = output.argmax(1) if labels is None else labels
+        return nn.functional.cross_entropy(output, target, reduction="sum")
+    weight = torch.randn(output[0].shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return (output * weight.to(output)).sum()
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """What a disturbance of the input does to the class scores.
+
+    Attributes:
+        kind: ``"noise"`` or ``"fgsm"``.
+        size: of the disturbance: for each pixel, in units of the input (its standard deviation where images are
+            standardised). Noise has this standard deviation; FGSM moves every pixel by exactly this much.
+        logit_change: |Δ logits| / |logits|, the mean over images.
+        flipped: fraction of images whose predicted class changed.
+    """
+
+    kind: str
+    size: float
+    logit_change: float
+    flipped: float
+
+
+def noise_sensitivity(
+    model: nn.Module, images: Tensor, *, sizes: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3), seed: int = 0
+) -> list[Sensitivity]:
+    """The answer to Gaussian noise of the given sizes."""
+    model, images = _prepared(model, images)
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(images.shape, generator=generator, dtype=torch.float64).to(images)
+    return _answers(model, images, noise, "noise", sizes)
+
+
+def adversarial_sensitivity(
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor | None = None,
+    *,
+    sizes: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3),
+    chunk: int = 8,
+) -> list[Sensitivity]:
+    """The answer to one step along the sign of the loss's gradient (FGSM; Goodfellow et al. 2015).
+
+    Args:
+        model: a classifier with reversible units.
+        images: its inputs.
+        labels: their classes; the network's own predictions unless given.
+        sizes: step lengths.
+        chunk: images at a time in the gradient's computation.
+    """
+    model, images = _prepared(model, images)
+    direction = []
+    for start in range(0, len(images), chunk):
+        x = images[start : start + chunk].detach().clone().requires_grad_()
+        with torch.enable_grad():
+            loss = _loss(model(x), None if labels is None else labels[start : start + chunk])
+            direction.append(torch.autograd.grad(loss, x)[0].sign())
+    return _answers(model, images, torch.cat(direction), "fgsm", sizes)
+
+
+def _prepared(model: nn.Module, images: Tensor) -> tuple[nn.Module, Tensor]:
+    model = analysis_copy(model, None)
+    images = images.to(next(model.parameters()).dtype)
+    calibrate_batch_norm(model, images)
+    return model, images
+
+
+@torch.no_grad()
+def _answers(
+    model: nn.Module, images: Tensor, direction: Tensor, kind: str, sizes: tuple[float, ...]
+) -> list[Sensitivity]:
+    plain = model(images).flatten(1)
+    rows = []
+    for size in sizes:
+        moved = model(images + size * direction).flatten(1)
+        change = torch.linalg.vector_norm(moved - plain, dim=1) / torch.linalg.vector_norm(plain, dim=1)
+        flipped = (moved.argmax(1) != plain.argmax(1)).double().mean()
+        rows.append(Sensitivity(kind, size, float(change.mean()), float(flipped)))
+    return rows
