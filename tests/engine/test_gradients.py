@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from revode import AdditiveCoupling, Leapfrog, MidPoint, ReversibleSequence, Verlet
-from revode.engine import _ReversibleFunction
 from revode.schemes import Scheme
+from revode.segments import _ReversibleFunction
 
 
 def dense_sequence(name: str, num_fields: int, features: int = 4, **options: Any) -> ReversibleSequence:
