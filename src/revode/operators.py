@@ -72,7 +72,7 @@ class Conv(LinearOperator):
         super().__init__()
         if ndim not in CONVOLUTIONS:
             raise ValueError(f"ndim must be 1, 2 or 3, got {ndim!r}")
-        if kernel_size % 2 != 1 or kernel_size < 1:
+        if not isinstance(kernel_size, int) or kernel_size % 2 != 1 or kernel_size < 1:
             raise ValueError(f"kernel_size must be odd, so that the adjoint has the same padding, got {kernel_size!r}")
         self.in_channels = _require_positive("in_channels", in_channels)
         self.out_channels = _require_positive("out_channels", in_channels if out_channels is None else out_channels)

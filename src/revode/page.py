@@ -27,8 +27,9 @@ from typing import Any
 INK = "#7d7f84"
 """Colour of axes and text in figures: mid-grey where a figure stands alone, the page's own text colour once inlined."""
 
-COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9")
-"""Okabe and Ito's colour-blind-safe cycle, without its yellow and black, which vanish on a light or a dark page."""
+COLOURS = ("#2a86c8", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9")
+"""After Okabe and Ito's colour-blind-safe cycle; no yellow and no black, which vanish on a light or a dark page, and a blue
+light enough for the dark one."""
 
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 

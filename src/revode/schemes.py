@@ -82,7 +82,7 @@ class Scheme(abc.ABC):
     starts: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, h: float = 0.1, *, start: str | None = None, damping: float = 0.0) -> None:
-        if not (isinstance(h, int | float) and 0.0 < h < float("inf")):
+        if isinstance(h, bool) or not (isinstance(h, int | float) and 0.0 < h < float("inf")):
             raise ValueError(f"h must be a positive number, got {h!r}")
         if not (isinstance(damping, int | float) and 0.0 <= damping < 1.0):
             raise ValueError(f"damping must lie in [0, 1), got {damping!r}")

@@ -1,0 +1,126 @@
+"""One call of a sequence: its branches with their coefficients, walked forward or back one coupling at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedTensorMixin
+from torch.utils import _pytree as pytree
+
+from revode.fields import KnownField
+from revode.grid import Grid, with_strides
+from revode.replay import Autocast
+from revode.schemes import Rounding, Scheme
+
+Call = Callable[[int, nn.Module, Tensor, dict[str, Any]], Any]
+"""How to evaluate the branch at an index: (index, branch, q, kwargs) -> u."""
+
+
+class BranchError(ValueError, RuntimeError):
+    """A branch failed, or broke a rule; says which, and on what. Caught as `ValueError` or as torch's `RuntimeError`."""
+
+
+def tensor_leaves(tree: Any) -> list[Tensor]:
+    """The tensors in a nest of dicts, lists and tuples."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+class Chain:
+    """The branches of one call, their couplings and keyword arguments.
+
+    Args:
+        branches: the residual branches in order.
+        scheme: gives the coefficients.
+        grid: where states live, for exact reversing.
+        started: whether the call begins with a pair; if not, the first branch starts the scheme.
+        kwargs: what every branch is given.
+    """
+
+    def __init__(
+        self, branches: Sequence[nn.Module], scheme: Scheme, grid: Grid | None, started: bool, kwargs: dict[str, Any]
+    ) -> None:
+        self.branches = list(branches)
+        self.couplings = [scheme.coupling(index) for index in range(len(self.branches))]
+        if not started:
+            self.couplings[0] = scheme.starting()
+        self.grid = grid
+        self.kwargs = kwargs
+
+    def name(self, index: int) -> str:
+        return f"branch {index} ({type(self.branches[index]).__name__})"
+
+    def known_fields(self, autocast: Autocast) -> list[KnownField | None]:
+        """Each branch that gives its own vector-Jacobian product in this call."""
+        if self.kwargs or autocast.enabled or torch.compiler.is_compiling():
+            return [None] * len(self.branches)
+        return [b if isinstance(b, KnownField) and b.knows_vjp() else None for b in self.branches]
+
+    def parameters(self, index: int) -> dict[str, Tensor]:
+        """The parameters of one branch by name."""
+        parameters: dict[str, Tensor] = dict(self.branches[index].named_parameters())
+        for name, parameter in parameters.items():
+            if isinstance(parameter, UninitializedTensorMixin):
+                raise ValueError(
+                    f"{self.name(index)} has the uninitialised (lazy) parameter {name!r}: "
+                    "run the sequence once under torch.no_grad() before training it"
+                )
+        return parameters
+
+    def evaluate(self, index: int, q: Tensor, kwargs: dict[str, Any], call: Call, autocast: Autocast) -> Tensor:
+        """u = F(q) of the branch at `index` through `call`, in the state's shape, dtype and strides."""
+        branch = self.branches[index]
+        if torch.compiler.is_compiling():
+            return self._conform(index, q, call(index, branch, q, kwargs), autocast)
+        inputs = [q, *tensor_leaves(kwargs)] if kwargs else [q]
+        versions = [tensor._version for tensor in inputs]
+        try:
+            u = call(index, branch, q, kwargs)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, ValueError) as error:
+            state = f"a state of shape {tuple(q.shape)} and dtype {q.dtype}"
+            raise BranchError(f"{self.name(index)} failed on {state}: {error}") from error
+        if [tensor._version for tensor in inputs] != versions:
+            raise BranchError(
+                f"{self.name(index)} modifies its input in place (an inplace=True activation first in it?): "
+                "the state is still needed, so give it an operation that makes a new tensor"
+            )
+        return self._conform(index, q, u, autocast)
+
+    def _conform(self, index: int, q: Tensor, u: Any, autocast: Autocast) -> Tensor:
+        if not isinstance(u, Tensor):
+            raise ValueError(f"{self.name(index)} must return a tensor, got {type(u).__name__}")
+        if u.shape != q.shape:
+            raise ValueError(
+                f"{self.name(index)} changes the shape of its state from {tuple(q.shape)} to {tuple(u.shape)}: "
+                "a residual branch must keep it"
+            )
+        if u.dtype != q.dtype:
+            if not autocast.enabled:
+                raise ValueError(
+                    f"{self.name(index)} changes the dtype of its state from {q.dtype} to {u.dtype}: "
+                    "a residual branch must keep it, except under autocast"
+                )
+            u = u.to(q.dtype)
+        return with_strides(u, q.stride())
+
+    def advance(self, index: int, p: Tensor | None, q: Tensor, u: Tensor, *, spend: bool = False) -> Tensor:
+        """The next state, in the strides of this one, and inside the grid's range; written over u with ``spend``."""
+        q_next = self.couplings[index].step(p, q, u, self._rounding(spend), u if spend else None)
+        q_next = with_strides(q_next, q.stride())
+        if self.grid is not None:
+            self.grid.check(q_next, f"after {self.name(index)}")
+        return q_next
+
+    def retreat(self, index: int, q: Tensor, q_next: Tensor, u: Tensor, *, spend: bool = False) -> Tensor:
+        """The state before: ``advance`` undone."""
+        p = self.couplings[index].reverse(q, q_next, u, self._rounding(spend), u if spend else None)
+        return with_strides(p, q.stride())
+
+    def _rounding(self, in_place: bool) -> Rounding | None:
+        if self.grid is None:
+            return None
+        return self.grid.round_ if in_place else self.grid.round
