@@ -121,14 +121,16 @@ class NetworkConfig:
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> NetworkConfig:
         """The config that `to_dict` gave, of the class that its family asks for."""
+        if not isinstance(values, Mapping):
+            raise ValueError(f"not a network's config: {values!r}")
         kinds = (OdeConfig, RevNetConfig, ResNetConfig)
         kind = next((kind for kind in kinds if values.get("family") in kind.families), None)
         if kind is None:
             known = [family for kind in kinds for family in kind.families]
             raise ValueError(f"family must be one of {', '.join(known)}, got {values.get('family')!r}")
         names = {f.name for f in dataclasses.fields(kind)}
-        if not {"name", "blocks", "channels"} <= set(values) or not set(values) <= names:
-            odd = sorted(set(values) ^ names)
+        odd = sorted(({"name", "blocks", "channels"} - set(values)) | (set(values) - names))
+        if odd:
             raise ValueError(f"not a {kind.__name__}: entries {', '.join(map(repr, odd))} are missing or unknown")
         return kind(**values)
 
@@ -219,6 +221,11 @@ class OdeConfig(ReversibleConfig):
         _require_positive("h", self.h)
         _require_positive("horizon", self.horizon)
         super().__post_init__()
+        if self.transition == "connector" and min(self.blocks) < 2:
+            raise ValueError(
+                "transition='connector' makes the last block of a unit its connector: "
+                f"every unit must have at least 2 blocks, got {self.blocks}"
+            )
         if self.family == "hamiltonian-1layer" and self.norm != "none":
             raise ValueError(
                 f"{self.name} shares one bias between its two layers: norm must be 'none', got {self.norm!r}"
@@ -233,7 +240,7 @@ class OdeConfig(ReversibleConfig):
             raise ValueError(f"transition='squeeze' makes channels four times as many: {valid}, got {self.channels}")
         if self.channels[0] < self.in_channels:
             raise ValueError(
-                f"transition='squeeze' pads the image's {self.in_channels} channels to those of the first unit, "
+                f"transition='squeeze' repeats the image's {self.in_channels} channels to fill those of the first unit, "
                 f"which must be at least as many, got {self.channels[0]}"
             )
         if self.horizon is not None and not self.splits and len(set(self.blocks)) > 1:

@@ -137,6 +137,7 @@ def describe(model: nn.Module | str, *, image_size: int | None = None, batch_siz
         raise ValueError(f"batch_size must be a positive integer, got {batch_size!r}")
     size = model.config.image_size if image_size is None else image_size
     shape = (model.config.in_channels, size, size)
+    model.check_image(torch.empty(1, *shape, device="meta"))
     parts = tuple(Meter(model, shape).parts())
     return Description(
         config=model.config, num_layers=model.num_layers, image_shape=shape, batch_size=batch_size, parts=parts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -31,7 +32,11 @@ class ConvStem(nn.Module):
 
 
 class PadStem(nn.Module):
-    """The image and as many zero channels as the first unit needs: injective, so it can be undone."""
+    """The image's channels over and over until the first unit has enough: injective, so it can be undone.
+
+    Zeros would do as well, but a half of zeros puts every ReLU of the first branch on its kink, where a state recomputed to
+    round-off has another derivative than the stored one.
+    """
 
     def __init__(self, in_channels: int, channels: int) -> None:
         super().__init__()
@@ -39,10 +44,11 @@ class PadStem(nn.Module):
         self.channels = channels
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.pad(x, (0, 0, 0, 0, 0, self.channels - self.in_channels))
+        times = math.ceil(self.channels / self.in_channels)
+        return torch.cat([x] * times, dim=1)[:, : self.channels]
 
     def inverse(self, y: Tensor) -> Tensor:
-        """The image: the padding is dropped."""
+        """The image: the repetitions are dropped."""
         return y[:, : self.in_channels]
 
     def extra_repr(self) -> str:

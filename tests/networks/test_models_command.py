@@ -1,0 +1,85 @@
+"""``revode models``: the list, the bill of one network, and JSON for both."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import revode
+from revode.cli import main
+
+KEYS = "name family layers units channels params_cifar10 params_cifar100 paper_params_cifar10_m paper_params_cifar100_m".split()
+
+
+@pytest.fixture(scope="module")
+def rows():
+    from revode.networks.description import summarize_all
+
+    return summarize_all()
+
+
+def test_list_names_every_network_in_80_columns(rows, capsys, monkeypatch):
+    monkeypatch.setattr("revode.networks.description.summarize_all", lambda: rows)
+    assert main(["models"]) == 0
+    text = capsys.readouterr().out
+    assert all(len(line) <= 80 for line in text.splitlines())
+    assert "\x1b" not in text
+    assert all(name in text for name in revode.list_models())
+    assert "429,690       0.43" in text
+
+
+def test_json_list_has_the_papers_figures_beside_ours(rows, capsys, monkeypatch):
+    monkeypatch.setattr("revode.networks.description.summarize_all", lambda: rows)
+    assert main(["models", "--json"]) == 0
+    found = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert list(found) == revode.list_models()
+    assert all(list(row) == KEYS for row in found.values())
+    row = found["hamiltonian-74"]
+    assert (row["layers"], row["units"], row["channels"]) == (74, [6, 6, 6], [32, 64, 112])
+    assert (row["params_cifar10"], row["params_cifar100"]) == (429_690, 439_860)
+    assert (row["paper_params_cifar10_m"], row["paper_params_cifar100_m"]) == (0.43, 0.44)
+
+
+@pytest.mark.parametrize("name", ["hamiltonian-26", "midpoint-26-stl", "resnet-32", "revnet-110"])
+def test_bill_fits_80_columns(name, capsys):
+    assert main(["models", name, "--batch-size", "10"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    assert lines[-1].startswith("total")
+    assert sum(line.startswith("unit") for line in lines) == 3
+
+
+def test_bill_as_json_adds_up(capsys):
+    assert main(["models", "hamiltonian-26", "--json", "--image-size", "16"]) == 0
+    bill = json.loads(capsys.readouterr().out)
+    for strategy, total in bill["activation_bytes"].items():
+        assert sum(stage["activation_bytes"][strategy] for stage in bill["stages"]) == total
+    assert bill["image_shape"] == [3, 16, 16]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["models", "hamiltonain-74"], "the nearest are hamiltonian-74"),
+        (["models", "--batch-size", "3"], "give its NAME"),
+        (["models", "hamiltonian-26", "--batch-size", "0"], "batch_size must be a positive integer"),
+        (["models", "hamiltonian-26", "--image-size", "2"], "takes images"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_code_2(argv, message, capsys):
+    assert main(argv) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def test_help_has_an_example_and_does_not_load_torch():
+    call = "main(['models', '--help'])"
+    code = f"import sys\nfrom revode.cli import main\ntry: {call}\nfinally: assert 'torch' not in sys.modules"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0
+    assert "example: revode models" in result.stdout
