@@ -36,9 +36,6 @@ class Bytes:
     def __add__(self, other: Bytes) -> Bytes:
         return Bytes(self.fixed + other.fixed, self.per_image + other.per_image)
 
-    def __sub__(self, other: Bytes) -> Bytes:
-        return self + other * -1
-
     def __mul__(self, times: int) -> Bytes:
         return Bytes(self.fixed * times, self.per_image * times)
 
@@ -105,8 +102,7 @@ class Meter:
         body = stage.body
         kept: dict[str, int] = {}
         if isinstance(body, ReversibleSequence):
-            same = input_kept and not body.scheme.splits and body.grid is None  # else the state is a copy of its input
-            x, unit, kept = self._sequence(f"unit {number}", body, x, stage.hands_on_pair, same)
+            x, unit, kept = self._sequence(f"unit {number}", body, x, stage.hands_on_pair)
             found.append(unit)
         elif isinstance(body, nn.Sequential):
             x, unit = self._residual(f"unit {number}", body, x, input_kept)
@@ -118,7 +114,7 @@ class Meter:
         return x, found, {} if stage.hands_on_pair else kept
 
     def _sequence(
-        self, name: str, body: ReversibleSequence, x: list[Any], hands_on_pair: bool, input_kept: bool
+        self, name: str, body: ReversibleSequence, x: list[Any], hands_on_pair: bool
     ) -> tuple[list[Any], PartCost, dict[str, int]]:
         """A reversible unit; also how many members of the pair it hands on are kept already, by strategy."""
         states = [_zeros_like_state(value, body.scheme.splits) for value in x]
@@ -129,8 +125,8 @@ class Meter:
         pairs = math.ceil(len(body.fields) / segment)
         saved = {
             "reversible": state * (2 * pairs if segment > 1 else pairs),
-            "checkpoint": state * (len(body.fields) - input_kept),
-            "store": sum(branches, Bytes()) - state * (input_kept and costs[0][1]),
+            "checkpoint": state * len(body.fields),
+            "store": sum(branches, Bytes()),
         }
         kept = {"reversible": 2, "checkpoint": 1, "store": int(costs[-1][1])} if hands_on_pair else {"reversible": 1}
         if segment == 1:
