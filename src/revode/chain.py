@@ -52,9 +52,13 @@ class Chain:
     def name(self, index: int) -> str:
         return f"branch {index} ({type(self.branches[index]).__name__})"
 
-    def known_fields(self, autocast: Autocast) -> list[KnownField | None]:
-        """Each branch that gives its own vector-Jacobian product in this call."""
-        if self.kwargs or autocast.enabled or torch.compiler.is_compiling():
+    def known_fields(self, q: Tensor, autocast: Autocast) -> list[KnownField | None]:
+        """Each branch that gives its own vector-Jacobian product in this call.
+
+        On the grid a dimension of size 1 rules it out: its stride is ambiguous, and with it the kernel that autograd takes.
+        """
+        ambiguous = self.grid is not None and 1 in q.shape
+        if self.kwargs or ambiguous or autocast.enabled or torch.compiler.is_compiling():
             return [None] * len(self.branches)
         return [b if isinstance(b, KnownField) and b.knows_vjp() else None for b in self.branches]
 
@@ -74,7 +78,7 @@ class Chain:
         branch = self.branches[index]
         if torch.compiler.is_compiling():
             return self._conform(index, q, call(index, branch, q, kwargs), autocast)
-        inputs = [q, *tensor_leaves(kwargs)] if kwargs else [q]
+        inputs = [q, *tensor_leaves(kwargs), *branch.parameters()]
         versions = [tensor._version for tensor in inputs]
         try:
             u = call(index, branch, q, kwargs)
@@ -85,8 +89,8 @@ class Chain:
             raise BranchError(f"{self.name(index)} failed on {state}: {error}") from error
         if [tensor._version for tensor in inputs] != versions:
             raise BranchError(
-                f"{self.name(index)} modifies its input in place (an inplace=True activation first in it?): "
-                "the state is still needed, so give it an operation that makes a new tensor"
+                f"{self.name(index)} modifies its input or its parameters in place (an inplace=True activation first in "
+                "it?): both are needed again, so give it an operation that makes a new tensor"
             )
         return self._conform(index, q, u, autocast)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from revode.accounting import graph_bytes
 from revode.chain import Chain, tensor_leaves
-from revode.grid import Grid, with_strides
+from revode.grid import Grid, gradient_in_strides, with_strides
 from revode.replay import Autocast, call_without_trace
 from revode.schemes import OpenState, Scheme, State
 from revode.segments import ReversibleSegment, StoredCall
@@ -90,6 +90,7 @@ class ReversibleSequence(nn.Module):
             kwargs: what forward was given.
         """
         q, q_next = self._check_pair(state)
+        q = q.clone()  # what a branch is given must not be the caller's
         started = self.scheme.splits or return_state
         chain = Chain(list(self.fields), self.scheme, self.grid, started, kwargs)
         autocast = Autocast(q.device.type)
@@ -161,9 +162,13 @@ class ReversibleSequence(nn.Module):
         autocast = Autocast(q.device.type)
         call = StoredCall(chain, autocast) if self.grid is not None and torch.is_grad_enabled() else _call
         for index in range(stop):
-            u = chain.evaluate(index, q, chain.kwargs, call, autocast)
+            u = self._stored(chain.evaluate(index, q, chain.kwargs, call, autocast))
             p, q = q, chain.advance(index, p, q, u)
         return stop, (p, q)
+
+    def _stored(self, u: Tensor) -> Tensor:
+        """u as part of a stored segment: on the grid, gradients must be the engine's to the bit."""
+        return u if self.grid is None or not u.requires_grad else gradient_in_strides(u)
 
     def _store_within_budget(self, chain: Chain, p: Tensor | None, q: Tensor, budget: int) -> tuple[int, OpenState]:
         """Store couplings from the first on while they fit beside the final pair; measured once for each kind of call."""
@@ -181,6 +186,7 @@ class ReversibleSequence(nn.Module):
         used = largest = index = 0
         while index < len(chain.branches) and used + largest <= available:
             u = chain.evaluate(index, q, chain.kwargs, call, autocast)
+            u = self._stored(u)
             cost = graph_bytes(u, [q, *tensor_leaves(chain.kwargs)], self.parameters())
             used, largest = used + cost, max(largest, cost)
             p, q = q, chain.advance(index, p, q, u)

@@ -163,15 +163,15 @@ class KnownField(nn.Module, abc.ABC):
             self.activation in SLOPES
             and type(modules[0]) in (SymmetricField, AntisymmetricField)
             and all(type(module) in (Conv, AntisymmetricConv, Bias, nn.Identity) for module in modules[1:])
-            and not any(_has_hooks(module) for module in modules)
+            and not any(_is_altered(module) for module in modules)
             and all(type(parameter) is nn.Parameter and parameter.requires_grad for parameter in self.parameters())
         )
 
 
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
+def _is_altered(module: nn.Module) -> bool:
+    """Whether hooks, or methods replaced on this instance, make a call differ from the class's own."""
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return bool(hooks) or not {"forward", "adjoint", "value", "vjp"}.isdisjoint(vars(module))
 
 
 def _convolution_vjp(

@@ -17,16 +17,33 @@ _MANTISSA_BITS = {torch.float32: 24, torch.float64: 53}
 
 
 class _RoundToGrid(torch.autograd.Function):
-    """round(x 2^k) / 2^k with the identity as its gradient, handed on in the strides of x."""
+    """round(x 2^k) / 2^k with the identity as its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
-        ctx.strides = x.stride()
         return torch.mul(x, scale).round_().mul_(1.0 / scale)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        return with_strides(grad_outputs[0], ctx.strides), None
+        return grad_outputs[0], None
+
+
+class _GradientInStrides(torch.autograd.Function):
+    """x, whose gradient is laid out as x is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.strides = x.stride()
+        return torch.ops.aten.alias(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        return with_strides(grad_outputs[0], ctx.strides)
+
+
+def gradient_in_strides(x: Tensor) -> Tensor:
+    """x, whose gradient comes in the strides of x: what the engine gives a branch, for stored branches too."""
+    return _GradientInStrides.apply(x)  # type: ignore[return-value]
 
 
 def with_strides(x: Tensor, strides: tuple[int, ...]) -> Tensor:

@@ -89,7 +89,7 @@ class _ReversibleFunction(torch.autograd.Function):
         arguments = tensors[: len(segment.arguments)]
         kwargs = segment.kwargs(arguments)
         replay = Replay(q.device)
-        known = chain.known_fields(replay.autocast)
+        known = chain.known_fields(q, replay.autocast)
         for index in range(segment.start, segment.stop):
             call = replay.first if known[index] is None else _value
             u = chain.evaluate(index, q, kwargs, call, replay.autocast)
@@ -262,10 +262,11 @@ class StoredCall:
     def __call__(self, index: int, branch: nn.Module, q: Tensor, kwargs: dict[str, Any]) -> Any:
         kwargs = pytree.tree_map(_alias, kwargs)
         shared = {name: _alias(p) for name, p in branch.named_parameters() if id(p) in self.shared}
-        q = q.view_as(q)
+        q = _alias(q)
         with self.autocast.restore():
             return functional_call(branch, shared, (q,), kwargs) if shared else branch(q, **kwargs)
 
 
 def _alias(leaf: Any) -> Any:
-    return leaf.view_as(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
+    """The same tensor behind a node of its own. (``view_as`` would change the strides of a batch of one.)"""
+    return torch.ops.aten.alias(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
