@@ -8,6 +8,7 @@ durable, and renames; the checkpoint before is kept as ``previous.ckpt``, and `r
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import pickle
@@ -34,7 +35,7 @@ def write_checkpoint(path: Path, state: dict[str, Any], keep_as: Path | None = N
     torch.save({"format": FORMAT, **state}, stream)
     keep: Callable[[], None] | None = None
     if keep_as is not None and path.exists():
-        keep = lambda: _keep(path, keep_as)  # noqa: E731
+        keep = functools.partial(_keep, path, keep_as)
     write_atomically(path, stream.getbuffer(), before_rename=keep)
 
 
@@ -58,21 +59,31 @@ def write_atomically(path: Path, data: Any, before_rename: Callable[[], None] | 
     except OSError as error:
         with contextlib.suppress(OSError):
             unfinished.unlink(missing_ok=True)
-        raise ValueError(
-            f"cannot write {path} ({error.strerror or error}); what was there before is intact: "
-            "make room or give another --out"
-        ) from error
+        raise unwritable(path, error) from error
+
+
+def unwritable(path: Path, error: Exception) -> ValueError:
+    """The error for a file that cannot be written, in one sentence."""
+    reason = getattr(error, "strerror", None) or error
+    return ValueError(
+        f"cannot write {path} ({reason}); what was there before is intact: make room and go on with --resume auto, "
+        "or give another --out"
+    )
 
 
 def _keep(path: Path, keep_as: Path) -> None:
     """Give the file at `path` the second name `keep_as` without a moment in which neither exists."""
     link = keep_as.with_name(f".{keep_as.name}.{os.getpid()}.part")
+    link.unlink(missing_ok=True)
     try:
-        link.unlink(missing_ok=True)
         os.link(path, link)
-        os.replace(link, keep_as)
-    except OSError:  # a file system without links: the two renames that follow each other
+    except OSError:  # a file system without links: two renames, with a moment in which only `keep_as` is there
         os.replace(path, keep_as)
+        return
+    try:
+        os.replace(link, keep_as)
+    finally:
+        link.unlink(missing_ok=True)
 
 
 def _sync_directory(folder: Path) -> None:

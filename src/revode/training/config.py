@@ -90,6 +90,7 @@ class RecordConfig:
     evaluation_batch_size: int = _leaf(500, "images per forward pass of an evaluation")
     monitor: bool = _leaf(False, "follow the stability of the network during training")
     monitor_every: int = _leaf(100, "updates between calls of the monitor")
+    report: bool = _leaf(True, "write report.html at the end")
     tensorboard: bool = _leaf(False, "also write TensorBoard events")
     data_root: str | None = _leaf(None, "folder of the data sets; default as in `revode data --help`")
 

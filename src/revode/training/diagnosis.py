@@ -54,7 +54,7 @@ def diagnose(job: Job, indices: Tensor, epoch: int, step: int, result: StepResul
         first = "first: the loss; all states and class scores are finite but too far apart"
     else:
         first = f"first: the gradient of {_first_broken_gradient(model, images, labels) or 'some parameter'}"
-    lines = [first, *_growth(course), *_bound_cause(model, images)]
+    lines = [first, *_growth(course), *_bound_cause(job.model, images)]
     return "\n".join([*lines, _learning_rate_cause(job, step)])
 
 
@@ -143,6 +143,10 @@ def _bound_cause(model: nn.Module, images: Tensor) -> list[str]:
     try:
         from revode.stability.bounds import step_bounds
 
+        model = copy.deepcopy(model)
+        for module in model.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                module.reset_running_stats()  # the broken batch has spoilt them
         bounds = step_bounds(model, images[:2])
     except (ImportError, ValueError, RuntimeError, NotImplementedError):
         return []

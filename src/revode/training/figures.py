@@ -114,7 +114,7 @@ def mistakes(images: Tensor, captions: Sequence[str]) -> str:
     rows = -(-len(captions) // columns)
     with chart_style():
         figure = Figure(figsize=(5.4, 1.62 * rows))
-        grid = figure.subplots(rows, columns, squeeze=False).flat
+        grid = list(figure.subplots(rows, columns, squeeze=False).flat)
         for axes in grid:
             axes.set_axis_off()
         for axes, image, caption in zip(grid, images, captions, strict=False):

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from revode.training.checkpoint import write_atomically
+from revode.training.checkpoint import unwritable
 from revode.training.environment import commit, machine, versions
 from revode.training.evaluation import Score
-from revode.training.job import Job
+from revode.training.job import Job, build_model
 from revode.training.runs import REPORT, RESULT, WEIGHTS, write_json
 from revode.training.state import Position
 
@@ -25,13 +25,15 @@ def finish(
     weights_of: str,
 ) -> dict[str, Any]:
     """Write ``model.safetensors``, ``result.json`` and ``report.html``; return the result."""
-    write_weights(weights, folder / WEIGHTS)
+    write_weights(job, weights, folder / WEIGHTS)
     result = make_result(job, position, plan, score, weights_of)
     write_json(folder / RESULT, result)
     for line in summary(result):
         print(line)
     for name in (WEIGHTS, RESULT):
         print(f"  {folder / name}")
+    if not job.config.record.report:
+        return result
     try:
         from revode.training.report import write_report
 
@@ -41,11 +43,18 @@ def finish(
     return result
 
 
-def write_weights(weights: dict[str, Tensor], path: Path) -> None:
-    """Write weights as safetensors, atomically."""
-    from safetensors.torch import save
+def write_weights(job: Job, weights: dict[str, Tensor], path: Path) -> None:
+    """Write the network as `revode.load` reads it, from a whole copy: the job's own may be sharded."""
+    from safetensors import SafetensorError
 
-    write_atomically(path, save({name: tensor.contiguous() for name, tensor in weights.items()}))
+    from revode.networks.serialization import save
+
+    model = build_model(job.config, job.dataset)
+    model.load_state_dict(weights)
+    try:
+        save(model, path)
+    except (OSError, SafetensorError) as error:
+        raise unwritable(path, error) from error
 
 
 def make_result(

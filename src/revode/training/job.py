@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from revode import data
+from revode.networks import StagedClassifier, create_model
 from revode.regularizers import smoothness_gradient_
 from revode.training.config import Config
 from revode.training.distributed import Group, gradients_stay_local, parallelize, synchronize_batch_norm
@@ -34,10 +35,8 @@ class StepResult:
         return math.isfinite(self.loss_sum) and math.isfinite(self.gradient_norm)
 
 
-def build_model(config: Config, info: data.DatasetInfo) -> nn.Module:
+def build_model(config: Config, info: data.DatasetInfo) -> StagedClassifier:
     """The network of `config` for the images of a data set, with fresh weights."""
-    from revode.networks import create_model
-
     settings = config.model
     options: dict[str, Any] = {
         "num_classes": info.num_classes,
@@ -67,7 +66,7 @@ class Job:
         self.memory_format = torch.channels_last if config.execution.channels_last else torch.contiguous_format
         self._count_steps()
         torch.manual_seed(config.execution.seed)
-        self.model = self._make_model()
+        self.model: nn.Module = self._make_model()
         # Equal weights everywhere, then noise of its own for each process.
         torch.manual_seed(config.execution.seed + group.rank)
         self.notes: list[str] = []

@@ -14,7 +14,7 @@ from revode.training.runs import CONFIG, METRICS, RESULT, read_json
 from revode.training.settings import LEAVES, flatten, from_leaves, read_yaml
 
 _FREE = frozenset(
-    "device threads data_root log_every checkpoint_every tensorboard monitor monitor_every evaluation_batch_size "
+    "device threads data_root report log_every checkpoint_every tensorboard monitor monitor_every evaluation_batch_size "
     "epochs max_steps".split()
 )
 """Settings that may change on resume: where and how it runs, what it writes down, and how long it goes on."""

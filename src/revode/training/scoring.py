@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from revode import data
+from revode.networks.serialization import load
 from revode.training.checkpoint import read_newest
 from revode.training.config import Config
 from revode.training.distributed import Group, choose_device
@@ -42,27 +43,19 @@ def load_run(folder: str | Path, device: str = "cpu") -> Run:
     """Read a run: its kept weights if it is finished, else those of its newest checkpoint (averaged, if it averages)."""
     path = existing_run(folder)
     config = from_leaves(read_yaml(str(path / CONFIG)))
-    model = build_model(config, data.describe(config.data.dataset)).to(choose_device(device))
+    where = choose_device(device)
     result = read_json(path / RESULT) or {}
     if result and (path / WEIGHTS).exists():
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
-        try:
-            state = load_file(path / WEIGHTS)
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path / WEIGHTS} is damaged ({error}); train the run again, or resume it") from error
-        weights_of = result["weights_of"]
-    else:
-        checkpoint = read_newest(path, print)
-        if checkpoint is None:
-            raise ValueError(f"{path} has no weights yet; wait for its first checkpoint, or resume it")
-        state = checkpoint["model"]
-        if checkpoint["average"] is not None:
-            state = {**state, **checkpoint["average"]["tensors"]}
-        weights_of = f"checkpoint at step {checkpoint['step']}"
+        return Run(path, config, load(path / WEIGHTS).to(where).eval(), result["weights_of"], result)
+    checkpoint = read_newest(path, print)
+    if checkpoint is None:
+        raise ValueError(f"{path} has no weights yet; wait for its first checkpoint, or resume it")
+    state = checkpoint["model"]
+    if checkpoint["average"] is not None:
+        state = {**state, **checkpoint["average"]["tensors"]}
+    model = build_model(config, data.describe(config.data.dataset))
     model.load_state_dict(state)
-    return Run(path, config, model.eval(), weights_of, result)
+    return Run(path, config, model.to(where).eval(), f"checkpoint at step {checkpoint['step']}", result)
 
 
 def score_run(run: Run, split: str = "test", data_root: str | None = None) -> Score:

@@ -176,19 +176,23 @@ def _convert_scalar(kind: type, value: Any) -> Any:
 
 
 def _convert_options(value: Any) -> dict[str, Any]:
-    """Options from a dict, or from ``key=value,key=value`` with values as YAML reads them."""
+    """Options from a dict, or from ``key=value,key=[value,value]`` with values as YAML reads them."""
     if isinstance(value, Mapping):
         return {str(key): item for key, item in value.items()}
     import yaml
 
-    options: dict[str, Any] = {}
-    for part in value.split(","):
-        key, equals, text = part.partition("=")
-        if not equals or not key.strip():
-            raise ValueError
-        item = yaml.safe_load(text)
-        if isinstance(item, str):
-            with contextlib.suppress(ValueError):
-                item = float(item)
-        options[key.strip()] = item
-    return options
+    try:
+        options = yaml.safe_load("{" + value.replace("=", ": ") + "}")
+    except yaml.YAMLError:
+        raise ValueError from None
+    if any(item is None for item in options.values()):
+        raise ValueError
+    return {str(key): _number_if_possible(item) for key, item in options.items()}
+
+
+def _number_if_possible(item: Any) -> Any:
+    """YAML reads 1e-3, without a point, as a string."""
+    if isinstance(item, str):
+        with contextlib.suppress(ValueError):
+            return float(item)
+    return item

@@ -1,0 +1,104 @@
+"""The run directory: one writer, nothing overwritten in silence, metrics cut back to the checkpoint."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from revode.training.runs import (
+    MetricsLog,
+    check_vacant,
+    existing_run,
+    locked,
+    read_metrics,
+    remove_run,
+    vacant_folder,
+)
+
+
+def test_two_processes_cannot_write_one_run(tmp_path):
+    busy = pytest.raises(ValueError, match=f"another process \\({os.getpid()}\\)")
+    with locked(tmp_path / "run"), busy, locked(tmp_path / "run"):
+        pass
+    with locked(tmp_path / "run"):
+        pass
+
+
+def test_the_lock_of_a_killed_process_does_not_block(tmp_path):
+    script = (
+        "import os, signal, sys; from pathlib import Path\nfrom revode.training.runs import locked\n"
+        "with locked(Path(sys.argv[1])): os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    child = subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=60)
+    assert child.returncode == -9
+    assert (tmp_path / ".lock").exists()
+    with locked(tmp_path):
+        pass
+
+
+def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="cannot write to"), locked(tmp_path / "file" / "run"):
+        pass
+
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(ValueError, match="Permission denied"), locked(tmp_path / "run"):
+        pass
+
+
+def test_a_run_is_not_overwritten_and_foreign_files_never_are(tmp_path):
+    check_vacant(tmp_path / "new")
+    (tmp_path / "notes.txt").write_text("mine")
+    check_vacant(tmp_path)
+    (tmp_path / "last.ckpt").write_text("")
+    with pytest.raises(ValueError, match=r"--resume auto.*--overwrite"):
+        check_vacant(tmp_path)
+    with pytest.raises(ValueError, match="is a file"):
+        check_vacant(tmp_path / "notes.txt")
+    remove_run(tmp_path)
+    assert os.listdir(tmp_path) == ["notes.txt"]
+
+
+def test_a_new_run_gets_a_new_name(tmp_path):
+    stem = tmp_path / "a"
+    assert vacant_folder(stem) == stem
+    stem.mkdir()
+    (stem / "config.yaml").write_text("")
+    assert vacant_folder(stem) == tmp_path / "a-2"
+
+
+def test_metrics_are_cut_back_to_the_checkpoint(tmp_path):
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log.write(step=1, loss=0.5)
+    offset = log.sync()
+    log.write(step=2, loss=0.25)
+    log.close()
+    with open(tmp_path / "metrics.jsonl", "ab") as stream:
+        stream.write(b'{"step": 3, "lo')
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2]
+    log = MetricsLog(tmp_path / "metrics.jsonl", offset)
+    log.write(step=2, loss=0.125)
+    log.close()
+    assert read_metrics(tmp_path) == [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.125}]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full, a device that is always full")
+def test_metrics_on_a_full_disk_are_one_sentence(tmp_path):
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    log = MetricsLog.__new__(MetricsLog)
+    log.path = tmp_path / "metrics.jsonl"
+    log._stream = open(log.path, "wb")  # noqa: SIM115 (closed below)
+    with pytest.raises(ValueError, match="No space left"):
+        log.write(step=1)
+    log.close()
+
+
+def test_a_directory_without_a_run_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="holds no training run"):
+        existing_run(tmp_path)
