@@ -9,10 +9,13 @@
 | what happens to signals, gradients and energy? | `signal_propagation`, `hamiltonian_energy` |
 | how sensitive are the class scores? | `noise_sensitivity`, `adversarial_sensitivity` |
 | and during training? | `StabilityMonitor` |
+| all of it, on one page? | `analyze`, and `revode analyze` on the command line |
 
 All of it works on copies in eval mode: the model's mode, gradients, buffers and the random stream stay as they are.
 """
 
+from revode.stability.analysis import Analysis as Analysis
+from revode.stability.analysis import analyze as analyze
 from revode.stability.blocks import unit_reconstruction_errors as unit_reconstruction_errors
 from revode.stability.blocks import unit_spectra as unit_spectra
 from revode.stability.bounds import LayerBound as LayerBound

@@ -143,6 +143,14 @@ def _collect(places: list[Place], logs: list[Tensor]) -> Lyapunov:
     return Lyapunov(places, growth.mean(2), growth.sum(0).t(), places[-1].time)
 
 
+def joined(parts: list[Lyapunov]) -> Lyapunov:
+    """The same network measured on several batches, as one."""
+    sizes = torch.tensor([len(part.totals) for part in parts], dtype=torch.float64)
+    weights = (sizes / sizes.sum())[:, None, None]
+    mean = (torch.stack([part.log_growth for part in parts]) * weights).sum(0)
+    return Lyapunov(parts[0].places, mean, torch.cat([part.totals for part in parts]), parts[0].time)
+
+
 def lyapunov_exponents(
     model: nn.Module, images: Tensor, *, k: int = 3, dtype: torch.dtype = torch.float64, seed: int = 0
 ) -> Lyapunov:

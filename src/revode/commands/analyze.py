@@ -1,0 +1,172 @@
+"""``revode analyze MODEL|RUN``: the stability report of a network, with initial or trained weights."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+_EPILOG = """example: revode analyze hamiltonian-74
+         revode analyze runs/first --against revnet-38 --out runs/first
+         revode analyze midpoint-62 --set h=0.05 --set activation=tanh --json"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What to analyse, on which images, and where to write."""
+    parser.epilog = _EPILOG
+    parser.add_argument(
+        "subject", metavar="MODEL|RUN", help="a named network, a run's directory or a saved .safetensors file"
+    )
+    parser.add_argument("--against", metavar="MODEL|RUN", help="a second network, measured on the same images")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        dest="options",
+        metavar="NAME=VALUE",
+        help="an option of a named network, such as h=0.05 or init=smooth; may be repeated",
+    )
+    parser.add_argument(
+        "--dataset",
+        metavar="NAME|FILE",
+        help="digits, cifar10, cifar100, stl10, or a .npy file of images\n"
+        "(N, C, H, W); default: the run's own, else the embedded digits",
+    )
+    parser.add_argument("--data-root", metavar="DIR", help="folder of the data sets")
+    parser.add_argument("--num-images", type=int, default=32, metavar="N", help="images to measure on; default 32")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of initial weights and random directions")
+    parser.add_argument("--threads", type=int, default=0, metavar="N", help="CPU threads; 0 leaves torch's choice")
+    parser.add_argument("--json", action="store_true", help="print the numbers as JSON and nothing else")
+    parser.add_argument(
+        "--out",
+        metavar="DIR",
+        help="where stability.html and stability.json go; default: the run's\n"
+        "directory, or runs/MODEL-stability; with --json nothing is written\nunless this is given",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print, write the page."""
+    import torch
+
+    from revode.stability.analysis import analyze
+    from revode.stability.report import summary, write_page
+
+    if args.num_images < 1:
+        raise ValueError(f"--num-images must be at least 1, got {args.num_images}")
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    first, dataset = _network(args.subject, args.options, args.seed)
+    networks = [(args.subject, first)]
+    if args.against:
+        networks.append((args.against, _network(args.against, [], args.seed)[0]))
+    name = args.dataset or dataset or "digits"
+    results = []
+    source = ""
+    for subject, model in networks:
+        images, labels, source = _images(name, args.data_root, args.num_images, model)
+        results.append(
+            analyze(model, images, labels, name=_label(subject, model), seed=args.seed, note=_progress(args.json))
+        )
+    if args.json:
+        numbers = [result.to_dict() for result in results]
+        print(json.dumps(numbers[0] if len(numbers) == 1 else numbers))
+    else:
+        print(summary(results, source))
+    if args.out or not args.json:
+        page = write_page(results, args.out or _default_folder(args.subject), source)
+        print(f"\npage: {page}", file=sys.stderr if args.json else sys.stdout)
+    return 0
+
+
+def _progress(quiet: bool) -> Any:
+    if quiet or not sys.stderr.isatty():
+        return lambda line: None
+    return lambda line: print(f"measuring: {line:<30}", end="\r", file=sys.stderr, flush=True)
+
+
+def _default_folder(subject: str) -> Path:
+    path = Path(subject)
+    return path if path.is_dir() else Path("runs") / f"{path.stem if path.is_file() else subject}-stability"
+
+
+def _label(subject: str, model: Any) -> str:
+    """The network's name; a trained one says where it comes from."""
+    name = str(model.config.name)
+    return f"{name} ({Path(subject).name})" if Path(subject).exists() else name
+
+
+def _network(subject: str, options: list[str], seed: int) -> tuple[Any, str | None]:
+    """The network, and the data set it was trained on."""
+    import torch
+
+    import revode
+
+    path = Path(subject)
+    if path.exists() and options:
+        raise ValueError("--set belongs to a network by name: trained weights keep the options they were trained with")
+    if path.is_dir():
+        from revode.training.scoring import load_run
+
+        found = load_run(path)
+        return found.model, found.config.data.dataset
+    if path.is_file():
+        return revode.load(path), None
+    if path.suffix or len(path.parts) > 1:
+        raise ValueError(f"there is no run and no file {subject}; give a named network (see `revode models`) or a run")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return revode.create_model(subject, **dict(map(_option, options))), None
+
+
+def _option(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise ValueError(f"--set takes NAME=VALUE, got {text!r}")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+def _images(name: str, root: str | None, num_images: int, model: Any) -> tuple[Any, Any, str]:
+    """Images in the shape that the model takes, their labels where they have any, and what they are in words."""
+    import torch
+
+    from revode import data
+
+    if name.endswith(".npy"):
+        images, labels, source = _read_array(name, num_images), None, Path(name).name
+    else:
+        dataset = data.load(name, root)
+        split = dataset.train if dataset.test is None else dataset.test
+        batch = split.take(torch.arange(min(num_images, len(split))))
+        images, labels, source = data.standardise(batch.images, dataset), batch.labels, name
+    config = model.config
+    if labels is not None and int(labels.max()) >= config.num_classes:
+        labels = None
+    if images.shape[1] == 1 < config.in_channels:
+        images = images.repeat(1, config.in_channels, 1, 1)
+    if name == "digits" and images.shape[-1] < config.image_size:
+        size = (config.image_size, config.image_size)
+        images = torch.nn.functional.interpolate(images, size, mode="bilinear", align_corners=False)
+        source += f" enlarged to {size[0]}x{size[1]}"
+    return images, labels, source
+
+
+def _read_array(name: str, num_images: int) -> Any:
+    import numpy as np
+    import torch
+
+    try:
+        array = np.load(name, allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot read images from {name}: {error}") from error
+    if array.ndim != 4 or not np.issubdtype(array.dtype, np.number):
+        raise ValueError(f"{name} holds {array.dtype} of shape {array.shape}; expected numbers of shape (N, C, H, W)")
+    images = torch.from_numpy(array[:num_images].astype("float32"))
+    if not bool(torch.isfinite(images).all()):
+        raise ValueError(f"{name} holds NaN or infinity")
+    return images

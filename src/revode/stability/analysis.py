@@ -1,0 +1,217 @@
+"""`analyze`: everything the lab can say about one network, as numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from revode.engine import ReversibleSequence
+from revode.stability.blocks import unit_spectra
+from revode.stability.bounds import LayerBound, largest_usage, step_bounds
+from revode.stability.energy import Energy, hamiltonian_energy
+from revode.stability.lyapunov import Lyapunov, finite_size_growth, joined, lyapunov_exponents
+from revode.stability.propagation import (
+    Propagation,
+    Sensitivity,
+    adversarial_sensitivity,
+    noise_sensitivity,
+    signal_propagation,
+)
+from revode.stability.reversibility import Drift, drift, reconstruction_profile
+from revode.stability.walk import analysis_copy, calibrate_batch_norm, reversible_units, unit_input, unit_states
+
+CHUNK = 8
+"""Images that are worked on at a time where memory grows with depth or with the number of tangents."""
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """One network's stability.
+
+    Attributes:
+        name: the network.
+        num_layers: layers as the paper counts them; steps where a model does not say.
+        num_images: how many inputs it was measured on.
+        num_calibrated: batch norms that had seen no data and took the statistics of the inputs.
+        schemes: the integrators of the units, as they print.
+        lyapunov: growth of k perturbations in tangent space.
+        finite_size: growth of one perturbation of finite size.
+        bounds: the bound on h of every step; empty where the scheme has none.
+        spectra: (unit, step) -> eigenvalues of the frozen ODE on a patch of the first image's state.
+        propagation: norms of signal and gradient.
+        energy: the Hamiltonian along depth, or None.
+        profiles: reconstruction error of every step of every unit, in the model's dtype.
+        drifts: reconstruction and gradient error of the deepest unit over depth, dtype and grid.
+        noise: answers to random noise.
+        adversary: answers to FGSM steps.
+        seconds: what the analysis took.
+    """
+
+    name: str
+    num_layers: int
+    num_images: int
+    num_calibrated: int
+    schemes: list[str]
+    lyapunov: Lyapunov
+    finite_size: Lyapunov
+    bounds: list[LayerBound]
+    spectra: dict[tuple[int, int], Tensor]
+    propagation: Propagation
+    energy: Energy | None
+    profiles: list[list[float]]
+    drifts: list[Drift]
+    noise: list[Sensitivity]
+    adversary: list[Sensitivity]
+    seconds: float
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of all units."""
+        return self.lyapunov.places[-1].depth
+
+    @property
+    def tightest(self) -> LayerBound | None:
+        """The step that uses most of its bound."""
+        return largest_usage(self.bounds)
+
+    @property
+    def max_real(self) -> float:
+        """The largest real part of all spectra."""
+        return max(float(values.real.max()) for values in self.spectra.values())
+
+    @property
+    def axis_distance(self) -> float:
+        """The largest max |Re λ| / max |λ| of all spectra."""
+        return max(float(v.real.abs().max() / v.abs().max().clamp_min(1e-300)) for v in self.spectra.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """The numbers, for JSON; what is not finite becomes None."""
+        top = self.tightest
+        return _plain(
+            {
+                "model": self.name,
+                "layers": self.num_layers,
+                "steps": self.num_steps,
+                "images": self.num_images,
+                "time": self.lyapunov.time,
+                "perturbation_growth": self.lyapunov.growth,
+                "perturbation_growth_finite_size": self.finite_size.growth,
+                "lyapunov_exponents": self.lyapunov.exponents.tolist(),
+                "lyapunov_log_growth": self.lyapunov.log_growth.tolist(),
+                "step_usage": None if top is None else top.usage,
+                "step_margin": None if top is None else top.margin,
+                "suggested_h": None if top is None else 0.9 * min(bound.sharp for bound in self.bounds),
+                "bounds": [dataclasses.asdict(bound) | {"usage": bound.usage} for bound in self.bounds],
+                "max_real_part": self.max_real,
+                "spectral_radius": max(float(values.abs().max()) for values in self.spectra.values()),
+                "axis_distance": self.axis_distance,
+                "signal_growth": self.propagation.signal_growth,
+                "gradient_growth": self.propagation.gradient_growth,
+                "signal_norms": self.propagation.signal.tolist(),
+                "gradient_norms": self.propagation.gradient.tolist(),
+                "energy_step_change": None if self.energy is None else self.energy.step_change.tolist(),
+                "energy_jump": None if self.energy is None else self.energy.jump.tolist(),
+                "reconstruction_errors": self.profiles,
+                "drift": [dataclasses.asdict(row) for row in self.drifts],
+                "noise": [dataclasses.asdict(row) for row in self.noise],
+                "fgsm": [dataclasses.asdict(row) for row in self.adversary],
+                "seconds": self.seconds,
+            }
+        )
+
+
+def _plain(value: Any) -> Any:
+    """The same with None in place of NaN and infinities, which JSON does not have."""
+    if isinstance(value, dict):
+        return {name: _plain(entry) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [_plain(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def analyze(
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor | None = None,
+    *,
+    name: str | None = None,
+    k: int = 2,
+    seed: int = 0,
+    note: Callable[[str], None] = lambda line: None,
+) -> Analysis:
+    """Measure everything, on copies.
+
+    Args:
+        model: a classifier with reversible units, with initial or trained weights.
+        images: its inputs, standardised as for training.
+        labels: their classes; the model's own predictions unless given.
+        name: what to call the model.
+        k: how many Lyapunov exponents.
+        seed: of random directions and noise.
+        note: told what is being measured.
+    """
+    began = time.perf_counter()
+    if len(images) == 0:
+        raise ValueError("the analysis needs at least one image")
+    copied = analysis_copy(model, torch.float32)
+    images = images.float()
+    num_calibrated = calibrate_batch_norm(copied, images)
+    few = images[:CHUNK]
+    note("perturbations")
+    chunks = [
+        lyapunov_exponents(copied, images[i : i + CHUNK], k=k, dtype=torch.float32, seed=seed + i)
+        for i in range(0, len(images), CHUNK)
+    ]
+    finite = finite_size_growth(copied, few, seed=seed)
+    note("step bounds")
+    bounds = step_bounds(copied, few, tolerance=0.02, dtype=torch.float32, seed=seed)
+    note("spectra")
+    spectra = unit_spectra(copied, few)
+    note("signals, gradients, energy")
+    signals = signal_propagation(copied, images, labels, chunk=CHUNK)
+    energy = hamiltonian_energy(copied, few, dtype=torch.float32)
+    note("reversing")
+    profiles, drifts = _reversing(copied, few[:2])
+    note("sensitivity")
+    half, half_labels = images[: 2 * CHUNK], None if labels is None else labels[: 2 * CHUNK]
+    return Analysis(
+        name=name or _name_of(model),
+        num_layers=int(getattr(model, "num_layers", 0)) or chunks[0].places[-1].depth,
+        num_images=len(images),
+        num_calibrated=num_calibrated,
+        schemes=[repr(unit.scheme) for unit in reversible_units(model)],
+        lyapunov=joined(chunks),
+        finite_size=finite,
+        bounds=bounds,
+        spectra=spectra,
+        propagation=signals,
+        energy=energy,
+        profiles=profiles,
+        drifts=drifts,
+        noise=noise_sensitivity(copied, half, seed=seed),
+        adversary=adversarial_sensitivity(copied, half, half_labels, chunk=CHUNK),
+        seconds=time.perf_counter() - began,
+    )
+
+
+def _name_of(model: nn.Module) -> str:
+    return str(getattr(getattr(model, "config", None), "name", type(model).__name__))
+
+
+def _reversing(model: nn.Module, images: Tensor) -> tuple[list[list[float]], list[Drift]]:
+    """The reconstruction profile of every unit, and the drift of the deepest one over depth, dtype and grid."""
+    entrances: list[tuple[ReversibleSequence, Tensor]] = [
+        (unit, unit_input(unit, states[0])) for unit, states in unit_states(model, images)
+    ]
+    profiles = [reconstruction_profile(unit, x) for unit, x in entrances]
+    deepest, x = max(entrances, key=lambda entry: len(entry[0].fields))
+    num_steps = len(deepest.fields) // deepest.scheme.fields_per_step
+    depths = sorted({max(1, num_steps // 4), max(1, num_steps // 2), num_steps})
+    return profiles, drift(deepest, x, depths=depths)

@@ -1,0 +1,309 @@
+"""From an analysis to sentences, a summary for the terminal, and the page."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from revode.page import Page, preformatted
+from revode.stability import figures
+from revode.stability.analysis import Analysis
+from revode.stability.reversibility import linear_revnet
+
+PAGE, NUMBERS = "stability.html", "stability.json"
+
+
+def sentences(analysis: Analysis) -> dict[str, str]:
+    """What the numbers say, by subject."""
+    found = {
+        "step size": _step_size(analysis),
+        "perturbations": _perturbations(analysis),
+        "signals": _signals(analysis),
+        "eigenvalues": _eigenvalues(analysis),
+        "energy": _energy(analysis),
+        "reversing": _reversing(analysis),
+        "sensitivity": _sensitivity(analysis),
+    }
+    return {subject: sentence for subject, sentence in found.items() if sentence}
+
+
+def _step_size(analysis: Analysis) -> str:
+    top = analysis.tightest
+    if top is None:
+        return (
+            "This scheme has no step size and so no bound on one: nothing in it keeps perturbations from growing, "
+            "only training can."
+        )
+    where = f"block {top.step + 1} of unit {top.unit + 1}"
+    if top.usage > 1.0:
+        return (
+            f"At h = {top.h:g} the tightest layer ({where}) uses {top.usage:.0%} of its bound: it is beyond what is "
+            f"stable at a frozen state. h up to {top.sharp:.3g} would be within."
+        )
+    return (
+        f"At h = {top.h:g} the tightest layer ({where}) uses {top.usage:.0%} of its bound: "
+        f"h could be up to {top.sharp:.3g}."
+    )
+
+
+def _perturbations(analysis: Analysis) -> str:
+    found = analysis.lyapunov
+    return (
+        f"Perturbations grow {_times(found.growth)} over {analysis.num_layers} layers "
+        f"(leading Lyapunov exponent {float(found.exponents[0]):+.3g} in T = {found.time:g}); two trajectories a "
+        f"small distance apart give {_times(analysis.finite_size.growth)}."
+    )
+
+
+def _signals(analysis: Analysis) -> str:
+    found = analysis.propagation
+    return (
+        f"Inside the units the signal grows {_times(found.signal_growth)} and the gradient, on its way back, "
+        f"{_times(found.gradient_growth)}."
+    )
+
+
+def _eigenvalues(analysis: Analysis) -> str:
+    radius = max(float(values.abs().max()) for values in analysis.spectra.values())
+    if analysis.axis_distance < 1e-6:
+        return (
+            f"With weights and state frozen, all eigenvalues lie on the imaginary axis "
+            f"(real parts below {analysis.axis_distance:.0e} of the largest modulus, {radius:.3g})."
+        )
+    return (
+        f"Even with weights and state frozen, eigenvalues leave the imaginary axis: real parts reach "
+        f"{analysis.max_real:+.3g} at a largest modulus of {radius:.3g}."
+    )
+
+
+def _energy(analysis: Analysis) -> str:
+    if analysis.energy is None:
+        return ""
+    step = float(analysis.energy.step_change.abs().median())
+    jump = analysis.energy.jump.abs()
+    if not len(jump):
+        return f"The Hamiltonian changes by {step:.2g} of itself in a typical step."
+    return (
+        f"A typical step changes the Hamiltonian by {step:.2%}; going over to the next block's weights changes it by "
+        f"{float(jump.median()):.2%}, which no bound on h forbids."
+    )
+
+
+def _reversing(analysis: Analysis) -> str:
+    worst = max(max(profile) for profile in analysis.profiles)
+    exact = [row for row in analysis.drifts if row.exact]
+    text = f"Walking back in float32 finds the states of a unit to a relative error of {worst:.1e}"
+    if exact and all(row.reconstruction == 0.0 and row.gradient == 0.0 for row in exact):
+        return f"{text}; on the grid (exact=True) states and gradients come back bit for bit."
+    return f"{text}."
+
+
+def _sensitivity(analysis: Analysis) -> str:
+    noise, adversary = analysis.noise[-2], analysis.adversary[-2]
+    return (
+        f"Noise of {noise.size:g} standard deviations of the input moves the logits by {noise.logit_change:.1%}, an "
+        f"adversary (FGSM) of the same size by {adversary.logit_change:.1%}, and changes {adversary.flipped:.0%} of the "
+        "predicted classes."
+    )
+
+
+def _times(factor: float) -> str:
+    return f"{factor:.3g} times"
+
+
+def comparison(analyses: Sequence[Analysis]) -> list[list[str]]:
+    """Rows of key numbers, one column for each network."""
+    rows: list[tuple[str, list[str]]] = [
+        ("layers", [f"{a.num_layers}" for a in analyses]),
+        ("h in use, of its bound", ["no bound" if a.tightest is None else f"{a.tightest.usage:.0%}" for a in analyses]),
+        ("growth of perturbations", [f"{a.lyapunov.growth:.3g}" for a in analyses]),
+        ("leading Lyapunov exponent", [f"{float(a.lyapunov.exponents[0]):+.3g}" for a in analyses]),
+        ("growth of the signal", [f"{a.propagation.signal_growth:.3g}" for a in analyses]),
+        ("growth of the gradient", [f"{a.propagation.gradient_growth:.3g}" for a in analyses]),
+        ("largest real part", [f"{a.max_real:.2g}" for a in analyses]),
+        ("reconstruction error", [f"{max(map(max, a.profiles)):.1e}" for a in analyses]),
+        ("logits, noise of 0.1", [f"{a.noise[-2].logit_change:.1%}" for a in analyses]),
+        ("logits, FGSM of 0.1", [f"{a.adversary[-2].logit_change:.1%}" for a in analyses]),
+    ]
+    return [[label, *values] for label, values in rows]
+
+
+def summary(analyses: Sequence[Analysis], source: str) -> str:
+    """The report for a terminal: 80 columns, no colour."""
+    lines = [f"{' against '.join(a.name for a in analyses)}, {analyses[0].num_images} images ({source})", ""]
+    for subject, sentence in sentences(analyses[0]).items():
+        lines += textwrap.wrap(sentence, 79, initial_indent=f"{subject + ':':<15}", subsequent_indent=" " * 15)
+    if len(analyses) > 1:
+        lines += ["", f"{'':<28}" + "".join(f"{a.name[:24]:>25}" for a in analyses)]
+        lines += [f"{row[0]:<28}" + "".join(f"{value:>25}" for value in row[1:]) for row in comparison(analyses)]
+    return "\n".join(lines)
+
+
+def write_page(analyses: Sequence[Analysis], folder: str | Path, source: str) -> Path:
+    """Write the page and the numbers; returns the page's path.
+
+    Args:
+        analyses: one network, or two to compare.
+        folder: where to write; made if absent.
+        source: what the images are, in words.
+    """
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ValueError(f"the page needs matplotlib ({error}); install revode[analyze]") from error
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    numbers = [analysis.to_dict() for analysis in analyses]
+    (folder / NUMBERS).write_text(json.dumps(numbers[0] if len(numbers) == 1 else numbers, indent=1) + "\n")
+    return _page(analyses, source).write(folder / PAGE)
+
+
+def _page(analyses: Sequence[Analysis], source: str) -> Page:
+    first = analyses[0]
+    title = f"Stability of {' against '.join(analysis.name for analysis in analyses)}"
+    page = Page(title, f"{first.num_images} images ({source}), {', '.join(dict.fromkeys(first.schemes))}")
+    _cards(page, first)
+    said = sentences(first)
+    if len(analyses) > 1:
+        page.table(
+            ["", *(analysis.name for analysis in analyses)], comparison(analyses), "Both networks on the same images."
+        )
+    _growth_section(page, analyses, said)
+    _step_section(page, analyses, said)
+    _reversing_section(page, analyses, said)
+    _sensitivity_section(page, analyses, said)
+    _revnet_section(page)
+    _numbers_section(page, analyses)
+    return page
+
+
+def _cards(page: Page, analysis: Analysis) -> None:
+    top = analysis.tightest
+    page.cards(
+        [
+            ("growth of perturbations", f"{analysis.lyapunov.growth:.3g}×", f"over {analysis.num_layers} layers"),
+            ("step size", "no bound" if top is None else f"{top.usage:.0%}", "of its bound, tightest layer"),
+            ("gradient", f"{analysis.propagation.gradient_growth:.3g}×", "growth on its way back"),
+            ("largest real part", f"{analysis.max_real:.1e}", "of the frozen ODE's eigenvalues"),
+            ("reversing", f"{max(map(max, analysis.profiles)):.1e}", "relative error in float32"),
+        ]
+    )
+
+
+def _growth_section(page: Page, analyses: Sequence[Analysis], said: dict[str, str]) -> None:
+    page.heading("Do perturbations grow?")
+    page.text(said["perturbations"])
+    page.text(said["signals"])
+    page.text(said["eigenvalues"])
+    page.figure(
+        figures.growth(analyses),
+        "Growth of small perturbations inside the units. Lines: tangent vectors. Markers: two trajectories. "
+        "Dotted: borders of units.",
+        said["perturbations"],
+    )
+    page.figure(
+        figures.norms(analyses),
+        "Norm of the signal from the first block on, and of the loss's gradient from the last block back.",
+        said["signals"],
+    )
+    page.figure(
+        figures.spectra(analyses),
+        "Eigenvalues of the ODE in the middle block of each unit, on a patch of the first image's state. To the right of "
+        "the line, perturbations grow.",
+        said["eigenvalues"],
+    )
+    if analyses[0].energy is not None:
+        page.text(said["energy"])
+        page.figure(
+            figures.energy(analyses[0]),
+            f"Change of the Hamiltonian of {analyses[0].name}, without its sign, by its two causes.",
+            said["energy"],
+        )
+
+
+def _step_section(page: Page, analyses: Sequence[Analysis], said: dict[str, str]) -> None:
+    page.heading("How large may a step be?")
+    page.text(said["step size"])
+    if not any(analysis.bounds for analysis in analyses):
+        return
+    text = (
+        "The bound on h of every block at a frozen state. Norms are certified to 2 %, the bounds err on the safe side."
+    )
+    if any(bound.basis == "state" for analysis in analyses for bound in analysis.bounds):
+        text += " Where a norm depends on the state, the bound is that of the first image's state."
+    page.figure(figures.step_usage(analyses), text, said["step size"])
+
+
+def _reversing_section(page: Page, analyses: Sequence[Analysis], said: dict[str, str]) -> None:
+    page.heading("Can it be reversed?")
+    page.text(said["reversing"])
+    page.figure(
+        figures.reconstruction(analyses),
+        "Relative error of the pair on the way back through each unit, which starts anew at the unit's end.",
+        said["reversing"],
+    )
+    rows = [
+        [
+            a.name,
+            row.depth,
+            row.dtype,
+            "grid" if row.exact else "plain",
+            f"{row.reconstruction:.1e}",
+            f"{row.gradient:.1e}",
+        ]
+        for a in analyses
+        for row in a.drifts
+    ]
+    page.table(
+        ["network", "blocks", "dtype", "states", "reconstruction", "gradient"],
+        rows,
+        "The first blocks of the deepest unit: relative errors of its input, and of its gradients to those of store.",
+    )
+
+
+def _sensitivity_section(page: Page, analyses: Sequence[Analysis], said: dict[str, str]) -> None:
+    page.heading("How sensitive are the class scores?")
+    page.text(said["sensitivity"])
+    page.figure(
+        figures.sensitivity(analyses),
+        "Change of the logits under Gaussian noise, and under one step of the same size for each pixel along the sign "
+        "of the gradient (FGSM).",
+        said["sensitivity"],
+    )
+
+
+def _revnet_section(page: Page) -> None:
+    page.heading("The linear RevNet")
+    ticks = torch.linspace(-3.0, 3.0, 49)
+    found = linear_revnet(ticks, ticks, num_steps=2000)
+    coarse = linear_revnet(ticks[::4], ticks[::4])
+    error = float((coarse.simulated - coarse.predicted).abs().max())
+    text = (
+        "With branches F(z) = βz and G(y) = αy, a RevNet multiplies its modes by the roots ξ of ξ² - (2 + αβ)ξ + 1 = 0 in "
+        "every block. It is stable only where -4 ≤ αβ ≤ 0: opposite signs and small. Verlet's minus sign and h put every "
+        f"mode of a Hamiltonian network there. Simulated growth differs from |ξ| by at most {error:.0e}."
+    )
+    page.text(text)
+    page.figure(
+        figures.linear_revnet_map(found),
+        "Growth of the linear RevNet for each block. Inside the white lines |ξ| = 1.",
+        "The stable region is where alpha and beta have opposite signs and their product is above -4.",
+    )
+
+
+def _numbers_section(page: Page, analyses: Sequence[Analysis]) -> None:
+    page.heading("Numbers")
+    for analysis in analyses:
+        short = {name: value for name, value in analysis.to_dict().items() if not isinstance(value, list)}
+        page.details(
+            f"{analysis.name}, measured in {analysis.seconds:.0f} s", preformatted(json.dumps(short, indent=1))
+        )
+    calibrated = [f"{a.num_calibrated} of {a.name}" for a in analyses if a.num_calibrated]
+    if calibrated:
+        page.text(
+            "Batch norms that had seen no data took the statistics of these images: " + ", ".join(calibrated) + "."
+        )
