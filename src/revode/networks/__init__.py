@@ -1,4 +1,18 @@
-"""Named networks: a staged classifier on the engine, a registry, and the zoo of the paper's tables."""
+"""Named networks: a staged classifier on the engine, a registry, and the zoo of the paper's tables.
+
+    net = revode.create_model("hamiltonian-74", num_classes=10)
+
+What other rooms may rely on:
+
+- ``net.config``: a frozen dataclass (`OdeConfig`, `RevNetConfig`, `ResNetConfig`) with ``to_dict``, ``from_dict``,
+  ``with_options``; ``build(config)`` makes the network again.
+- ``net.num_layers``, as the paper counts.
+- ``net.sequences()``: the `ReversibleSequence` of every unit with its ``name`` and ``num_blocks``; none for a ResNet.
+- ``net.units()``: the branches (``fields``, ``fields_per_block``) and step size ``h`` of every unit as the paper counts them.
+- ``net.stem``, ``net.stages`` (each with ``body`` and ``transition``), ``net.head``; ``net.features(x)`` is what the head sees.
+- ``net.inverse(features)``, of networks with ``transition="squeeze"``.
+- ``describe(net)``: shapes, parameters, FLOPs and bytes kept for backward, stage by stage.
+"""
 
 from revode.networks.classifier import InvertibleClassifier as InvertibleClassifier
 from revode.networks.classifier import StagedClassifier as StagedClassifier
@@ -8,8 +22,12 @@ from revode.networks.config import OdeConfig as OdeConfig
 from revode.networks.config import ResNetConfig as ResNetConfig
 from revode.networks.config import ReversibleConfig as ReversibleConfig
 from revode.networks.config import RevNetConfig as RevNetConfig
+from revode.networks.description import Description as Description
+from revode.networks.description import describe as describe
 from revode.networks.registry import create_model as create_model
 from revode.networks.registry import list_models as list_models
 from revode.networks.registry import model_config as model_config
 from revode.networks.registry import register_family as register_family
 from revode.networks.registry import register_model as register_model
+from revode.networks.serialization import load as load
+from revode.networks.serialization import save as save
