@@ -88,17 +88,24 @@ def test_a_step_beyond_its_bound_cannot_be_reversed():
 
 def test_momentum_amplifies_rounding_and_says_so_in_its_profile():
     profile = reconstruction_profile(sequence(40, Momentum(0.8)), state(4))
-    assert len(profile) == 80
+    assert len(profile) == 81
     assert profile[-1] == 0.0
     assert profile[0] > 1e3 * profile[-5] > 0.0
 
 
-def test_profile_ends_at_the_reconstruction_of_the_start():
+def test_profile_starts_at_the_reconstruction_of_the_input():
     net = sequence(10)
     profile = reconstruction_profile(net, state())
-    assert len(profile) == 10
+    assert len(profile) == 11
     assert profile[-1] == 0.0
-    assert 0.0 < reconstruction_error(net, state()) < 10 * max(profile)
+    assert profile[0] == pytest.approx(reconstruction_error(net, state()), rel=1e-6)
+
+
+def test_profile_of_a_one_tensor_scheme_starts_at_its_input():
+    net = sequence(5, Leapfrog(0.1))
+    profile = reconstruction_profile(net, state(4))
+    assert len(profile) == 11
+    assert profile[0] == pytest.approx(reconstruction_error(net, state(4)), rel=1e-6)
 
 
 def test_anchors_reset_the_drift_of_the_gradient():

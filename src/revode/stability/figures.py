@@ -59,8 +59,16 @@ def _symmetric(reach: float) -> tuple[float, float]:
     return -reach, reach
 
 
+def _blocks(axes: Any) -> None:
+    """Whole numbers on the axis that counts blocks."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
 def _legend(axes: Any, outside: bool = False) -> None:
     if outside:
+        axes.figure.set_figheight(max(4.1, axes.figure.get_figheight()))
         axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)
     else:
         axes.legend(fontsize="small")
@@ -81,7 +89,8 @@ def growth(analyses: Sequence[Analysis]) -> str:
                 color=INK, markevery=max(1, len(depths) // 20), label=_name(analyses, analysis, "finite size"),
             )  # fmt: skip
         _mark_units(axes, analyses[0], 0.0)
-        axes.set(xlabel="depth, blocks", ylabel="growth of a perturbation, factor")
+        axes.set(xlabel="depth, blocks", ylabel="growth, factor")
+        _blocks(axes)
         _scale(axes)
         _legend(axes, outside=len(analyses) > 1)
         return svg(figure)
@@ -133,6 +142,7 @@ def step_usage(analyses: Sequence[Analysis]) -> str:
         axes.axhline(100.0, color=COLOURS[4], linewidth=1.2, label="unstable above")
         _mark_units(axes, analyses[0])
         axes.set(xlabel="block", ylabel="step size in use, % of its bound", ylim=(0, None))
+        _blocks(axes)
         _legend(axes)
         return svg(figure)
 
@@ -156,7 +166,8 @@ def norms(analyses: Sequence[Analysis]) -> str:
                         label=_name(analyses, analysis, label) if unit == 0 else None,
                     )  # fmt: skip
         _mark_units(axes, analyses[0], 0.0)
-        axes.set(xlabel="depth, blocks", ylabel="norm, relative to where it starts")
+        axes.set(xlabel="depth, blocks", ylabel="norm, relative to its start")
+        _blocks(axes)
         _scale(axes)
         _legend(axes, outside=len(analyses) > 1)
         return svg(figure)
@@ -187,6 +198,7 @@ def energy(analysis: Analysis) -> str:
         )  # fmt: skip
         _mark_units(axes, analysis)
         axes.set(xlabel="block", ylabel="change of H, %", yscale="log")
+        _blocks(axes)
         axes.yaxis.set_major_formatter(_short_numbers())
         _legend(axes, outside=True)
         return svg(figure)
@@ -201,12 +213,13 @@ def reconstruction(analyses: Sequence[Analysis]) -> str:
             for unit, profile in enumerate(analysis.profiles):
                 label = _name(analyses, analysis, "float32") if unit == 0 else None
                 axes.plot(
-                    range(start + 1, start + len(profile)), profile[:-1], color=COLOURS[row], linestyle=_LINES[row],
+                    range(start, start + len(profile) - 1), profile[:-1], color=COLOURS[row], linestyle=_LINES[row],
                     marker=".", markersize=4, label=label,
                 )  # fmt: skip
-                start += len(profile)
-        _mark_units(axes, analyses[0])
-        axes.set(xlabel="block", ylabel="relative reconstruction error", yscale="log")
+                start += len(profile) - 1
+        _mark_units(axes, analyses[0], 0.0)
+        axes.set(xlabel="depth, blocks", ylabel="relative reconstruction error", yscale="log")
+        _blocks(axes)
         _legend(axes)
         return svg(figure)
 
@@ -234,7 +247,7 @@ def _answers(axes: Any, found: Sequence[Sensitivity], label: str, index: int, li
 
 
 def linear_revnet_map(found: LinearRevNet) -> str:
-    """Growth per step of the linear RevNet over (α, β), and the edge of its stable region."""
+    """Growth in one block of the linear RevNet over (α, β), and the edge of its stable region."""
     with chart_style():
         figure, axes = _axes(figsize=(5.4, 3.8))
         alpha, beta = found.alpha.numpy(), found.beta.numpy()
@@ -247,7 +260,7 @@ def linear_revnet_map(found: LinearRevNet) -> str:
             axes.plot(side, -4.0 / side, color="white", linewidth=1.6)
         axes.axvline(0.0, color="white", linewidth=1.6)
         axes.axhline(0.0, color="white", linewidth=1.6)
-        figure.colorbar(image, label="log2 of the growth per step")
+        figure.colorbar(image, label="log₂ of the growth in a block")
         axes.set(xlabel="α, factor of G", ylabel="β, factor of F", xlim=(alpha[0], alpha[-1]), ylim=(beta[0], beta[-1]))
         axes.grid(visible=False)
         for x, y in ((alpha[-1] * 0.45, beta[0] * 0.25), (alpha[0] * 0.45, beta[-1] * 0.25)):

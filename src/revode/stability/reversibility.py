@@ -84,7 +84,7 @@ def reconstruction_error(sequence: ReversibleSequence, x: Tensor) -> float:
 
 
 def reconstruction_profile(sequence: ReversibleSequence, x: Tensor) -> list[float]:
-    """The relative error of every pair on the way back, first step first; the last is 0 by construction."""
+    """The relative error of the state on the way back: at the entrance, then after each step; the last is 0."""
     scheme = sequence.scheme
     with torch.no_grad():
         state = scheme.init(x, sequence.split_dim)
@@ -97,8 +97,12 @@ def reconstruction_profile(sequence: ReversibleSequence, x: Tensor) -> list[floa
         for index in reversed(range(1, len(sequence.fields))):
             back = scheme.reverse(back, sequence.fields[index], index)
             errors.append(relative_error(back, states[index - 1]))
-    width = scheme.fields_per_step
-    return errors[::-1][width - 1 :: width]
+        if scheme.splits:
+            back = scheme.reverse(back, sequence.fields[0], 0)
+            errors.append(relative_error([torch.cat(back, dim=sequence.split_dim)], [x]))
+        else:  # a start is undone by taking the first member
+            errors.append(relative_error([back[0]], [x]))
+    return errors[::-1][:: scheme.fields_per_step]
 
 
 def gradients(sequence: ReversibleSequence, x: Tensor, weight: Tensor) -> list[Tensor]:

@@ -1,0 +1,216 @@
+"""``revode analyze``: sentences, numbers and a page for every family; one sentence and exit code 2 for bad input."""
+
+import json
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+from small_networks import FAMILIES, NAMED, images, small_network
+
+import revode
+from revode.cli import main
+from revode.stability import analyze
+from revode.stability.report import sentences, summary, write_page
+
+
+@pytest.fixture(scope="module")
+def results():
+    return {
+        family: analyze(small_network(family), images(), name=NAMED[family]) for family in ("hamiltonian", "revnet")
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_can_be_analysed(family):
+    found = analyze(small_network(family), images(2))
+    numbers = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert numbers["perturbation_growth"] == pytest.approx(numbers["perturbation_growth_finite_size"], rel=0.5)
+    assert (numbers["step_usage"] is None) == (family == "revnet")
+    assert len(numbers["signal_norms"]) == len(numbers["gradient_norms"])
+    assert set(sentences(found)) >= {"step size", "perturbations", "signals", "eigenvalues", "reversing", "sensitivity"}
+
+
+def test_sentences_carry_the_numbers_of_the_run(results):
+    found = results["hamiltonian"]
+    said = sentences(found)
+    assert f"uses {found.tightest.usage:.0%} of its bound" in said["step size"]
+    assert "At h = 0.1" in said["step size"]
+    assert f"grow {found.lyapunov.growth:.3g} times over {found.num_layers} layers" in said["perturbations"]
+    assert "on the imaginary axis" in said["eigenvalues"]
+    assert "bit for bit" in said["reversing"]
+    assert "no bound" in sentences(results["revnet"])["step size"]
+    assert "leave the imaginary axis" in sentences(results["revnet"])["eigenvalues"]
+
+
+def test_summary_fits_80_columns(results):
+    text = summary(list(results.values()), "digits")
+    assert max(map(len, text.splitlines())) <= 80
+    assert "\x1b" not in text
+
+
+def test_page_is_complete_and_self_contained(results, tmp_path):
+    page = write_page(list(results.values()), tmp_path / "new", "digits")
+    text = page.read_text()
+    assert text.count("<figure>") == 8
+    assert "http://" not in text
+    assert "https://" not in text
+    assert "<script" not in text
+    for label in ("1/time", "depth, blocks", "% of its bound", "change of H, %", "input standard deviations"):
+        assert label in text
+    for row in sentences(results["hamiltonian"]).values():
+        assert row[:40] in text.replace("&#x27;", "'")
+    numbers = json.loads((tmp_path / "new" / "stability.json").read_text())
+    assert [entry["model"] for entry in numbers] == ["hamiltonian-74", "revnet-38"]
+
+
+def test_analysis_leaves_the_model_alone():
+    model = small_network("revnet").train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    random = torch.get_rng_state()
+    analyze(model, images(2))
+    assert model.training
+    assert torch.equal(random, torch.get_rng_state())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(p.requires_grad and p.grad is None for p in model.parameters())
+
+
+def test_command_prints_a_summary_and_writes_a_page(tmp_path, capsys):
+    assert main(["analyze", "hamiltonian-digits", "--num-images", "2", "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "hamiltonian-digits, 2 images (digits)" in printed
+    assert max(map(len, printed.splitlines())) <= max(80, len(str(tmp_path)) + 30)
+    assert (tmp_path / "stability.html").exists()
+
+
+def test_command_prints_json_and_writes_nothing_unasked(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    array = tmp_path / "images.npy"
+    np.save(array, np.random.default_rng(0).standard_normal((3, 1, 8, 8)))
+    args = [
+        "analyze",
+        "hamiltonian-digits",
+        "--json",
+        "--dataset",
+        str(array),
+        "--set",
+        "h=0.2",
+        "--set",
+        "init=smooth",
+    ]
+    assert main(args) == 0
+    numbers = json.loads(capsys.readouterr().out)
+    assert numbers["images"] == 3
+    assert numbers["bounds"][0]["h"] == 0.2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["images.npy"]
+
+
+def test_command_reads_saved_weights_and_compares(tmp_path, capsys):
+    model = revode.create_model("hamiltonian-digits")
+    revode.save(model, tmp_path / "net.safetensors")
+    args = [
+        "analyze",
+        str(tmp_path / "net.safetensors"),
+        "--against",
+        "hamiltonian-digits",
+        "--num-images",
+        "2",
+        "--json",
+    ]
+    assert main(args) == 0
+    numbers = json.loads(capsys.readouterr().out)
+    assert [entry["model"] for entry in numbers] == ["hamiltonian-digits (net.safetensors)", "hamiltonian-digits"]
+
+
+def bad_inputs(tmp_path):
+    broken = revode.create_model("hamiltonian-digits")
+    next(broken.parameters()).data.fill_(float("nan"))
+    revode.save(broken, tmp_path / "nan.safetensors")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "unfinished").mkdir()
+    (tmp_path / "unfinished" / "config.yaml").write_text("model: hamiltonian-digits\n")
+    np.save(tmp_path / "flat.npy", np.zeros((3, 8)))
+    return {
+        "no reversible units": ["resnet-32"],
+        "NaN or infinity": [str(tmp_path / "nan.safetensors")],
+        "no training run": [str(tmp_path / "empty")],
+        "unfinished": [str(tmp_path / "unfinished")],
+        "no run and no file": [str(tmp_path / "absent")],
+        "nearest|did you mean": ["hamiltonian-7x"],
+        "unknown data set": ["hamiltonian-digits", "--dataset", "imagenet"],
+        "expected numbers of shape": ["hamiltonian-digits", "--dataset", str(tmp_path / "flat.npy")],
+        "at least 1": ["hamiltonian-digits", "--num-images", "0"],
+        "NAME=VALUE": ["hamiltonian-digits", "--set", "h"],
+        "no option": ["hamiltonian-digits", "--set", "depth=3"],
+    }
+
+
+def test_bad_input_gets_one_sentence_and_exit_code_2(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for message, args in bad_inputs(tmp_path).items():
+        assert main(["analyze", *args]) == 2, args
+        said = capsys.readouterr().err.strip()
+        assert said.startswith("revode analyze: "), said
+        assert len(said.splitlines()) == 1, said
+        assert re.search(message, said), said
+
+
+def test_help_answers_without_torch():
+    code = "import sys; from revode.cli import main\ntry: main(['analyze', '--help'])\nexcept SystemExit: pass\n"
+    code += "sys.exit('torch' in sys.modules or 'scipy' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "example: revode analyze hamiltonian-74" in done.stdout
+
+
+@pytest.mark.browser
+def test_page_shows_in_a_browser(results, tmp_path):
+    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("no chromium on PATH")
+    page = write_page(list(results.values()), tmp_path, "digits")
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
+    done = subprocess.run(
+        [
+            browser,
+            *flags,
+            f"--user-data-dir={tmp_path / 'profile'}",
+            "--window-size=420,900",
+            "--dump-dom",
+            page.as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout.count("<figure>") == 8
+    assert "Refused to" not in done.stderr
+    assert "CONSOLE" not in done.stderr
+
+
+@pytest.mark.slow
+def test_hamiltonian_218_on_32_images_takes_under_a_minute_and_a_gigabyte(tmp_path):
+    """In a process of its own; seconds are those of the CPU, so that a busy machine does not fail it."""
+    began = time.perf_counter()
+    command = [
+        sys.executable,
+        "-m",
+        "revode.cli",
+        "analyze",
+        "hamiltonian-218",
+        "--out",
+        str(tmp_path),
+        "--threads",
+        "1",
+    ]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(command, check=True, capture_output=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = min(time.perf_counter() - began, after.ru_utime - before.ru_utime)
+    assert seconds < 60
+    assert after.ru_maxrss * 1024 < 1e9
