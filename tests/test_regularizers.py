@@ -51,6 +51,11 @@ def test_units_and_shapes_bound_the_chains():
     assert kernel_chains(revode.create_model("resnet-14")) == []
 
 
+def test_a_wrapped_network_counts_its_units_as_before():
+    model = revode.create_model("hamiltonian-74")
+    assert smoothness(torch.nn.Sequential(model)).item() == smoothness(model).item()
+
+
 def test_h_is_that_of_the_unit():
     model = revode.create_model("leapfrog-26", horizon=2.0)
     assert {chain.h for chain in kernel_chains(model)} == {0.5}

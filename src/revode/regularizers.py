@@ -124,9 +124,10 @@ class _Smoothness(torch.autograd.Function):
 
 
 def _units(model: nn.Module) -> Iterator[tuple[Sequence[nn.Module], int, float]]:
-    """Branches, branches in a block and h of each unit: as the model counts units, or one for each sequence."""
-    if hasattr(model, "units"):
-        for unit in model.units():  # type: ignore[operator]
+    """Branches, branches in a block and h of each unit: as a network counts them (wrapped or not), or one for each sequence."""
+    network = next((module for module in model.modules() if callable(getattr(module, "units", None))), None)
+    if network is not None:
+        for unit in network.units():  # type: ignore[operator]
             yield unit.fields, unit.fields_per_block, unit.h
         return
     for module in model.modules():

@@ -13,7 +13,7 @@ from revode.networks.budget import Need, share, unit_need
 from revode.networks.cost import Bytes, PartCost
 from revode.networks.description import describe
 
-BATCH = 5
+BATCH = 3
 NETWORKS = [
     ("hamiltonian-26", {}),
     ("hamiltonian-26", {"norm": "batch"}),

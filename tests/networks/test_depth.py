@@ -35,7 +35,7 @@ def travel(sequence: ReversibleSequence) -> tuple[float, float, float]:
     return (y.norm() / x.norm()).item(), (gx.norm() / g.norm()).item(), ((y - x).norm() / x.norm()).item()
 
 
-@pytest.mark.parametrize("activation", ["relu", "tanh"])
+@pytest.mark.parametrize("activation", ["relu", pytest.param("tanh", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", ["hamiltonian", "midpoint", "leapfrog"])
 def test_signal_and_gradient_stay_within_a_factor_3_and_move_over_1000_blocks(family, activation):
     shallow = travel(sequence_of_depth(100, family, activation=activation))

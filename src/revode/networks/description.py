@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,7 @@ PAPER_PARAMETERS: dict[str, tuple[float, float | None]] = {
 """Millions of parameters as the paper prints them, for CIFAR-10 and CIFAR-100."""
 
 
+@functools.cache
 def count_parameters(config: NetworkConfig) -> int:
     """Parameters of the network, without drawing any."""
     if isinstance(config, OdeConfig):
