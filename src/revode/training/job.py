@@ -93,6 +93,8 @@ class Job:
 
     def _make_model(self) -> nn.Module:
         model = build_model(self.config, self.dataset).to(self.group.device)
+        if self.config.execution.parallel == "fsdp" and self.group.world_size > 1:
+            return model  # FSDP2 shards contiguous parameters only
         return model.to(memory_format=self.memory_format)  # type: ignore[call-overload]
 
     def start(self) -> None:

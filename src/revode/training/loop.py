@@ -330,7 +330,8 @@ class _Run:
         for monitor in self.monitors:
             with torch.random.fork_rng(devices):
                 values = monitor.on_step(self.job.model, self.position.step)
-            self._write(kind="monitor", **{name: float(value) for name, value in values.items()})
+            if values:
+                self._write(kind="monitor", **{name: float(value) for name, value in values.items()})
 
     def _save(self, name: str = LAST) -> None:
         """Write a checkpoint; the one before it stays as ``previous.ckpt``."""

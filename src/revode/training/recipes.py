@@ -20,9 +20,9 @@ from revode.training.settings import LEAVES, convert, from_leaves, read_yaml
 RECIPES: dict[str, dict[str, Any]] = {
     "digits": {
         "dataset": "digits",
-        "epochs": 40,
-        "batch_size": 64,
-        "lr": 0.1,
+        "epochs": 20,
+        "batch_size": 32,
+        "lr": 0.2,
         "schedule": "one-cycle",
         "label_smoothing": 0.1,
         "ema": 0.99,

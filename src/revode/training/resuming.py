@@ -61,7 +61,7 @@ def find_source(
     if resume is None or folder is None:
         return Source(config)
     path = folder if resume == "auto" else Path(resume)
-    if path.is_dir():
+    if resume == "auto" or path.is_dir():
         home, state = path, read_newest(path, note)
     else:
         home, state = path.parent, read_checkpoint(path)

@@ -1,0 +1,109 @@
+"""The command as a process: signals, full disks, and two processes that train as one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_runs import FLAGS, read_rows, tiny, without_batch_statistics
+
+from revode.training import train
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
+
+
+def start(*words: str | Path, **options) -> subprocess.Popen:
+    command = [sys.executable, "-m", "revode.cli", *map(str, words)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": ENVIRONMENT}
+    return subprocess.Popen(command, **pipes, **options)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_saves_and_prints_how_to_go_on(number, code, tmp_path):
+    words = [word for word in FLAGS if "max-steps" not in word]
+    process = start("train", *words, "--max-steps=100000", "--evaluate-every=0", "--out", tmp_path / "run")
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < deadline:
+        if metrics.exists() and metrics.stat().st_size:
+            break
+        time.sleep(0.1)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == code, err
+    assert f"revode train --out {tmp_path / 'run'} --resume auto" in out
+    assert (
+        torch.load(tmp_path / "run" / "last.ckpt", weights_only=True)["step"] == read_rows(tmp_path / "run")[-1]["step"]
+    )
+    assert "Traceback" not in err
+
+
+def test_a_full_disk_ends_in_one_sentence_with_the_last_checkpoint_whole(tmp_path):
+    """A limit on the size of files stands for the disk: checkpoints fit at first, and then one grows beyond it."""
+    script = (
+        "import resource, sys; from pathlib import Path; from tiny_runs import FLAGS\n"
+        "from revode.cli import main; from revode.training import checkpoint\n"
+        "write = checkpoint.write_atomically\n"
+        "def limited(path, data, *rest, **more):\n"
+        "    if path.name == 'last.ckpt' and path.exists():\n"
+        "        resource.setrlimit(resource.RLIMIT_FSIZE, (5000, resource.RLIM_INFINITY))\n"
+        "    return write(path, data, *rest, **more)\n"
+        "checkpoint.write_atomically = limited\n"
+        "sys.exit(main(['train', *FLAGS, '--out', sys.argv[1]]))"
+    )
+    environment = {**ENVIRONMENT, "PYTHONPATH": str(Path(__file__).parent)}
+    words = [sys.executable, "-c", script, str(tmp_path / "run")]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 2, done.stderr
+    assert "File too large" in done.stderr
+    assert "make room" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert torch.load(tmp_path / "run" / "last.ckpt", weights_only=True)["step"] == 5
+    assert not [name for name in os.listdir(tmp_path / "run") if name.endswith(".part")]
+
+
+def torchrun(script: Path, folder: Path, *words: str, expect: int = 0) -> str:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    environment = {**ENVIRONMENT, "PYTHONPATH": str(Path(__file__).parent), "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run([*command, str(folder), *words], capture_output=True, text=True, timeout=240, env=environment)
+    assert done.returncode == expect, done.stderr[-3000:]
+    return done.stdout
+
+
+TWO = Path(__file__).with_name("train_in_group.py")
+
+
+def losses(folder: Path) -> list[float]:
+    return [row["loss"] for row in read_rows(folder, "train")]
+
+
+def test_two_processes_train_as_one(tmp_path, monkeypatch):
+    monkeypatch.setattr("revode.training.job.create_model", without_batch_statistics)
+    settings = {"max_steps": 20, "lr": 0.1, "ema": 0.9, "accumulate": 2}
+    train(tiny(**settings), tmp_path / "one")
+    out = torchrun(TWO, tmp_path / "two", "max_steps=20", "lr=0.1", "ema=0.9", "accumulate=2")
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=1e-5)
+    assert [row["accuracy"] for row in read_rows(tmp_path / "two", "evaluation")] == pytest.approx(
+        [row["accuracy"] for row in read_rows(tmp_path / "one", "evaluation")], abs=0.01
+    )
+    assert out.count("done: ") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_two_processes_stop_together_and_resume(parallel, tmp_path, monkeypatch):
+    monkeypatch.setattr("revode.training.job.create_model", without_batch_statistics)
+    settings = ["max_steps=12", "lr=0.1", "ema=0.9", f"parallel={parallel}"]
+    torchrun(TWO, tmp_path / "whole", *settings)
+    torchrun(TWO, tmp_path / "stopped", *settings, "stop_at=7", expect=1)
+    assert torch.load(tmp_path / "stopped" / "last.ckpt", weights_only=True)["step"] == 7
+    torchrun(TWO, tmp_path / "stopped", *settings)
+    assert losses(tmp_path / "stopped") == pytest.approx(losses(tmp_path / "whole"), abs=1e-6)
+    train(tiny(max_steps=12, lr=0.1, ema=0.9), tmp_path / "one")
+    assert losses(tmp_path / "whole") == pytest.approx(losses(tmp_path / "one"), abs=1e-5)
