@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedParameter
 from torch.utils import _pytree as pytree
 
 from revode.fields import KnownField
@@ -26,6 +26,10 @@ class BranchError(ValueError, RuntimeError):
 def tensor_leaves(tree: Any) -> list[Tensor]:
     """The tensors in a nest of dicts, lists and tuples."""
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
 
 
 class Chain:
@@ -52,21 +56,22 @@ class Chain:
     def name(self, index: int) -> str:
         return f"branch {index} ({type(self.branches[index]).__name__})"
 
-    def known_fields(self, q: Tensor, autocast: Autocast) -> list[KnownField | None]:
-        """Each branch that gives its own vector-Jacobian product in this call.
+    def known_field(self, index: int, q: Tensor, autocast: Autocast) -> KnownField | None:
+        """The branch at `index`, if it gives its own vector-Jacobian product in this call.
 
         On the grid a dimension of size 1 rules it out: its stride is ambiguous, and with it the kernel that autograd takes.
         """
+        branch = self.branches[index]
+        if torch.compiler.is_compiling() or not isinstance(branch, KnownField):
+            return None
         ambiguous = self.grid is not None and 1 in q.shape
-        if self.kwargs or ambiguous or autocast.enabled or torch.compiler.is_compiling():
-            return [None] * len(self.branches)
-        return [b if isinstance(b, KnownField) and b.knows_vjp() else None for b in self.branches]
+        return None if self.kwargs or ambiguous or autocast.enabled or not branch.knows_vjp() else branch
 
     def parameters(self, index: int) -> dict[str, Tensor]:
         """The parameters of one branch by name."""
         parameters: dict[str, Tensor] = dict(self.branches[index].named_parameters())
         for name, parameter in parameters.items():
-            if isinstance(parameter, UninitializedTensorMixin):
+            if isinstance(parameter, UninitializedParameter):
                 raise ValueError(
                     f"{self.name(index)} has the uninitialised (lazy) parameter {name!r}: "
                     "run the sequence once under torch.no_grad() before training it"
@@ -79,7 +84,7 @@ class Chain:
         if torch.compiler.is_compiling():
             return self._conform(index, q, call(index, branch, q, kwargs), autocast)
         inputs = [q, *tensor_leaves(kwargs), *branch.parameters()]
-        versions = [tensor._version for tensor in inputs]
+        versions = [_version(tensor) for tensor in inputs]
         try:
             u = call(index, branch, q, kwargs)
         except torch.OutOfMemoryError:
@@ -87,7 +92,7 @@ class Chain:
         except (RuntimeError, ValueError) as error:
             state = f"a state of shape {tuple(q.shape)} and dtype {q.dtype}"
             raise BranchError(f"{self.name(index)} failed on {state}: {error}") from error
-        if [tensor._version for tensor in inputs] != versions:
+        if [_version(tensor) for tensor in inputs] != versions:
             raise BranchError(
                 f"{self.name(index)} modifies its input or its parameters in place (an inplace=True activation first in "
                 "it?): both are needed again, so give it an operation that makes a new tensor"

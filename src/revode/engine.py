@@ -90,6 +90,9 @@ class ReversibleSequence(nn.Module):
             kwargs: what forward was given.
         """
         q, q_next = self._check_pair(state)
+        if self.grid is not None:
+            self.grid.check_on_grid(q, "in state[0]")
+            self.grid.check_on_grid(q_next, "in state[1]")
         q = q.clone()  # what a branch is given must not be the caller's
         started = self.scheme.splits or return_state
         chain = Chain(list(self.fields), self.scheme, self.grid, started, kwargs)
@@ -173,7 +176,14 @@ class ReversibleSequence(nn.Module):
     def _store_within_budget(self, chain: Chain, p: Tensor | None, q: Tensor, budget: int) -> tuple[int, OpenState]:
         """Store couplings from the first on while they fit beside the final pair; measured once for each kind of call."""
         autocast = Autocast(q.device.type)
-        kind = (budget, q.shape, q.dtype, self.training, autocast.enabled, autocast.dtype)
+        tensors = [q, *tensor_leaves(chain.kwargs)]
+        kind = (
+            budget,
+            self.training,
+            (autocast.enabled, autocast.dtype),
+            tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors),
+            tuple(parameter.requires_grad for parameter in self.parameters()),
+        )
         if kind in self._num_stored:
             return self._store(chain, p, q, self._num_stored[kind])
         if torch.compiler.is_compiling():
@@ -184,10 +194,10 @@ class ReversibleSequence(nn.Module):
         call = StoredCall(chain, autocast) if self.grid is not None else _call
         available = budget - 2 * q.numel() * q.element_size()
         used = largest = index = 0
-        while index < len(chain.branches) and used + largest <= available:
+        while index < len(chain.branches) and (index == 0 or used + largest <= available):
             u = chain.evaluate(index, q, chain.kwargs, call, autocast)
             u = self._stored(u)
-            cost = graph_bytes(u, [q, *tensor_leaves(chain.kwargs)], self.parameters())
+            cost = graph_bytes(u, tensors, self.parameters())
             used, largest = used + cost, max(largest, cost)
             p, q = q, chain.advance(index, p, q, u)
             index += 1

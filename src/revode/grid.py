@@ -80,6 +80,14 @@ class Grid:
         """``round``, written over x; without a gradient."""
         return x.mul_(2.0**self.bits).round_().mul_(2.0**-self.bits)
 
+    def check_on_grid(self, state: Tensor, where: str) -> None:
+        """``check``, and that every value is a grid point."""
+        self.check(state, where)
+        if not torch.compiler.is_compiling() and not torch.equal(self.round(state), state):
+            raise ValueError(
+                f"exact={self.bits} walks back from multiples of 2^-{self.bits} only, found other values {where}"
+            )
+
     def check(self, state: Tensor, where: str) -> None:
         """Refuse a state that is not finite or out of range, before anything is computed from it.
 

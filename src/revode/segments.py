@@ -89,14 +89,14 @@ class _ReversibleFunction(torch.autograd.Function):
         arguments = tensors[: len(segment.arguments)]
         kwargs = segment.kwargs(arguments)
         replay = Replay(q.device)
-        known = chain.known_fields(q, replay.autocast)
+        known = {}
         for index in range(segment.start, segment.stop):
+            known[index] = chain.known_field(index, q, replay.autocast)
             call = replay.first if known[index] is None else _value
             u = chain.evaluate(index, q, kwargs, call, replay.autocast)
             p, q = q, chain.advance(index, p, q, u, spend=known[index] is not None)
         ctx.segment, ctx.replay, ctx.known = segment, replay, known
         ctx.versions = None if torch.compiler.is_compiling() else segment.versions()
-        ctx.num_tensors = len(tensors)
         ctx.set_materialize_grads(False)
         inverts = segment.stop - segment.start > 1
         ctx.save_for_backward(p, q if inverts else None, *arguments)
@@ -116,7 +116,7 @@ class _ReversibleFunction(torch.autograd.Function):
             segment.check_unchanged(ctx.versions)
         p, q, *arguments = ctx.saved_tensors
         gp, gq = grad_outputs
-        grads: list[Tensor | None] = [None] * len(segment.inputs)
+        grads = _Gradients(segment.inputs)
         for index in reversed(range(segment.start, segment.stop)):
             q_next, q = q, p
             known = _still_known(ctx.known[index], segment.parameters[index])
@@ -130,9 +130,30 @@ class _ReversibleFunction(torch.autograd.Function):
                 gq = _plus(gq, products[0], scale, spend=known is not None)
                 gp = gp * coupling.carry if coupling.carry != 1.0 else gp
                 for slot, grad in zip(segment.slots[index], products[1:], strict=True):
-                    grads[slot] = _plus(grads[slot], grad, scale)
-        num_arguments = ctx.num_tensors - len(grads)
-        return None, gp if ctx.needs_input_grad[1] else None, gq, *[None] * num_arguments, *grads
+                    grads.add(slot, grad, scale)
+        num_arguments = len(segment.arguments)
+        return None, gp if ctx.needs_input_grad[1] else None, gq, *[None] * num_arguments, *grads.sums
+
+
+class _Gradients:
+    """Sums of gradients, one for each slot, in memory taken before the walk back.
+
+    Small tensors that live on, allocated between large ones that come and go, would pin the heap: the process would grow
+    with depth although nothing is kept.
+    """
+
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
+        self.sums: list[Tensor | None] = [None] * len(inputs)
+        self._memory = [] if torch.compiler.is_compiling() else [torch.empty_like(tensor) for tensor in inputs]
+
+    def add(self, slot: int, grad: Tensor | None, scale: float) -> None:
+        total = self.sums[slot]
+        if grad is None or torch.compiler.is_compiling() or grad.layout != torch.strided:
+            self.sums[slot] = _plus(total, grad, scale)
+        elif total is None:
+            self.sums[slot] = torch.mul(grad, scale, out=self._memory[slot])
+        else:
+            torch.add(total, grad, alpha=scale, out=total)
 
 
 def _plus(a: Tensor | None, b: Tensor | None, scale: float = 1.0, *, spend: bool = False) -> Tensor | None:
@@ -192,7 +213,7 @@ def _differentiate_by_autograd(
 ) -> tuple[Tensor, Sequence[Tensor | None]]:
     """The same for any branch, through a graph of its own: q, parameters and arguments are fresh leaves of it."""
     tracked = gq is not None
-    q = q.detach().requires_grad_(tracked)
+    leaf = q.detach().requires_grad_(tracked)
     parameters = {
         n: p.detach().requires_grad_(tracked and p.requires_grad) for n, p in segment.parameters[index].items()
     }
@@ -204,8 +225,9 @@ def _differentiate_by_autograd(
         return replay.again(index, branch, q, kwargs, parameters)
 
     with torch.set_grad_enabled(tracked):
+        q = _alias(leaf)  # as in an ordinary forward, the branch's input is not a leaf
         u = segment.chain.evaluate(index, q, segment.kwargs(arguments), again, replay.autocast)
-    wrt = [q, *(p for p in parameters.values() if p.requires_grad), *(arguments[i] for i in segment.differentiable)]
+    wrt = [leaf, *(p for p in parameters.values() if p.requires_grad), *(arguments[i] for i in segment.differentiable)]
     if gq is None or not u.requires_grad:
         return u, [None] * len(wrt)
     if not torch.compiler.is_compiling():
