@@ -25,7 +25,7 @@ NAMED = {
 def small_network(family: str, **options):
     """A network of the family that runs in milliseconds, on images of 8x8 pixels."""
     torch.manual_seed(3)
-    return revode.create_model(NAMED[family], image_size=8, **FAMILIES[family], **options)
+    return revode.create_model(NAMED[family], **({"image_size": 8} | FAMILIES[family] | options))
 
 
 def images(num_images: int = 4, size: int = 8) -> torch.Tensor:

@@ -80,8 +80,11 @@ def test_analysis_leaves_the_model_alone():
     assert all(p.requires_grad and p.grad is None for p in model.parameters())
 
 
+TINY = ["--set", "blocks=[2,2]", "--set", "channels=[8,16]"]
+
+
 def test_command_prints_a_summary_and_writes_a_page(tmp_path, capsys):
-    assert main(["analyze", "hamiltonian-digits", "--num-images", "2", "--out", str(tmp_path)]) == 0
+    assert main(["analyze", "hamiltonian-digits", *TINY, "--num-images", "2", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "hamiltonian-digits, 2 images (digits)" in printed
     assert max(map(len, printed.splitlines())) <= max(80, len(str(tmp_path)) + 30)
@@ -98,10 +101,9 @@ def test_command_prints_json_and_writes_nothing_unasked(tmp_path, capsys, monkey
         "--json",
         "--dataset",
         str(array),
+        *TINY,
         "--set",
         "h=0.2",
-        "--set",
-        "init=smooth",
     ]
     assert main(args) == 0
     numbers = json.loads(capsys.readouterr().out)
@@ -111,20 +113,25 @@ def test_command_prints_json_and_writes_nothing_unasked(tmp_path, capsys, monkey
 
 
 def test_command_reads_saved_weights_and_compares(tmp_path, capsys):
-    model = revode.create_model("hamiltonian-digits")
+    model = revode.create_model("hamiltonian-digits", blocks=(2, 2), channels=(8, 16))
     revode.save(model, tmp_path / "net.safetensors")
+    revode.save(model, tmp_path / "same.safetensors")
     args = [
         "analyze",
         str(tmp_path / "net.safetensors"),
         "--against",
-        "hamiltonian-digits",
+        str(tmp_path / "same.safetensors"),
         "--num-images",
         "2",
         "--json",
     ]
     assert main(args) == 0
     numbers = json.loads(capsys.readouterr().out)
-    assert [entry["model"] for entry in numbers] == ["hamiltonian-digits (net.safetensors)", "hamiltonian-digits"]
+    assert [entry["model"] for entry in numbers] == [
+        "hamiltonian-digits (net.safetensors)",
+        "hamiltonian-digits (same.safetensors)",
+    ]
+    assert numbers[0]["perturbation_growth"] == numbers[1]["perturbation_growth"]
 
 
 def bad_inputs(tmp_path):

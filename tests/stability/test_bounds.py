@@ -129,7 +129,7 @@ def test_revnet_has_no_bound():
 
 @pytest.mark.parametrize("norm", ["none", "batch", "tv"])
 def test_batch_norm_becomes_part_of_the_weights_and_other_norms_are_taken_at_the_state(norm):
-    bounds = step_bounds(small_network("leapfrog", norm=norm), images())
+    bounds = step_bounds(small_network("leapfrog", norm=norm, blocks=(2, 2)), images())
     assert {bound.basis for bound in bounds} == {"state" if norm == "tv" else "weights"}
 
 

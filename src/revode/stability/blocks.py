@@ -20,7 +20,7 @@ def unit_reconstruction_errors(model: nn.Module, images: Tensor) -> list[float]:
 
 
 def unit_spectra(
-    model: nn.Module, images: Tensor, *, max_size: int = 600, step: float = 0.5
+    model: nn.Module, images: Tensor, *, max_size: int = 500, step: float = 0.5
 ) -> dict[tuple[int, int], Tensor]:
     """All eigenvalues of the ODE's Jacobian in one block of each unit, at the centre of the first image's state.
 

@@ -200,6 +200,8 @@ def _growth_section(page: Page, analyses: Sequence[Analysis], said: dict[str, st
     page.text(said["perturbations"])
     page.text(said["signals"])
     page.text(said["eigenvalues"])
+    if "energy" in said:
+        page.text(said["energy"])
     page.figure(
         figures.growth(analyses),
         "Growth of small perturbations inside the units. Lines: tangent vectors. Markers: two trajectories. "
@@ -218,7 +220,6 @@ def _growth_section(page: Page, analyses: Sequence[Analysis], said: dict[str, st
         said["eigenvalues"],
     )
     if analyses[0].energy is not None:
-        page.text(said["energy"])
         page.figure(
             figures.energy(analyses[0]),
             f"Change of the Hamiltonian of {analyses[0].name}, without its sign, by its two causes.",
@@ -248,15 +249,16 @@ def _reversing_section(page: Page, analyses: Sequence[Analysis], said: dict[str,
         said["reversing"],
     )
     header = ["network", "blocks"]
-    header += [f"{kind}, {what}" for kind in _DRIFT_KINDS for what in ("state", "gradient")]
+    header += [f"{kind} {what}" for kind in _DRIFT_KINDS for what in ("state", "gradient")]
     page.table(
         header,
         [row for analysis in analyses for row in _drift_rows(analysis)],
-        "The first blocks of the deepest unit: relative error of its input found back, and of its gradients to store's.",
+        "The first blocks of the deepest unit: relative error of its input found back, and of its gradients to store's. "
+        "Grid: float32 with exact=True.",
     )
 
 
-_DRIFT_KINDS = {"float32": ("float32", False), "float64": ("float64", False), "float32 on the grid": ("float32", True)}
+_DRIFT_KINDS = {"float32": ("float32", False), "float64": ("float64", False), "grid": ("float32", True)}
 
 
 def _drift_rows(analysis: Analysis) -> list[list[str]]:
@@ -298,8 +300,8 @@ def _revnet_section(page: Page) -> None:
     found, error = _linear_map()
     text = (
         "With branches F(z) = βz and G(y) = αy, a RevNet multiplies its modes by the roots ξ of ξ² - (2 + αβ)ξ + 1 = 0 in "
-        "every block. It is stable only where -4 ≤ αβ ≤ 0: opposite signs and small. Verlet's minus sign and h put every "
-        f"mode of a Hamiltonian network there. Simulated growth differs from |ξ| by at most {error:.0e}."
+        "every block. It is stable only where -4 ≤ αβ ≤ 0: opposite signs and small. Verlet's minus sign and an h within "
+        f"its bound put every mode of a Hamiltonian network there, at a frozen state. Simulated growth differs from |ξ| by at most {error:.0e}."
     )
     page.text(text)
     page.figure(
