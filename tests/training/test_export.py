@@ -1,0 +1,31 @@
+"""A run's network as ONNX gives torch's scores."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from tiny_runs import command, tiny
+
+from revode.training import load_run, train
+
+
+def test_onnx_gives_the_scores_of_torch(tmp_path, capsys):
+    pytest.importorskip("onnxscript")
+    runtime = pytest.importorskip("onnxruntime")
+    train(tiny(max_steps=2), tmp_path / "run")
+    capsys.readouterr()
+    path = tmp_path / "net.onnx"
+    code, out, err = command("export", tmp_path / "run", "--onnx", path, capsys=capsys)
+    assert code == 0, err
+    assert out.splitlines()[0] == str(path)
+    session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    images = torch.randn(3, 1, 8, 8)
+    with torch.no_grad(), warnings.catch_warnings():
+        expected = load_run(tmp_path / "run").model(images)
+    scores = torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
+    torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-5)
+    code, _, err = command("export", tmp_path / "run", "--onnx", path, capsys=capsys)
+    assert code == 2
+    assert "exists already" in err

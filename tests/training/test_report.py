@@ -1,0 +1,119 @@
+"""The report of a run: whole, offline, and shown by a browser without complaint."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_runs import command, tiny
+
+from revode.training import load_run, train
+from revode.training.depth import depth_profile
+from revode.training.figures import confusion_matrix
+
+HEADINGS = ("Training", "Memory", "Over depth", "Classes", "Configuration and environment")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("report") / "run"
+    train(tiny(max_steps=20, ema=0.5, report=True), folder)
+    return folder
+
+
+def test_the_report_has_every_part_and_requests_nothing(run):
+    text = (run / "report.html").read_text()
+    for heading in HEADINGS:
+        assert f"<h2>{heading}</h2>" in text
+    assert text.count("<figure>") == 10
+    assert "The first mistakes" in text
+    assert "http://" not in text
+    assert "https://" not in text
+    assert len(text) < 2_000_000
+
+
+def test_the_same_run_gives_the_same_report(run, capsys):
+    before = (run / "report.html").read_bytes()
+    code, out, _ = command("report", run, capsys=capsys)
+    assert code == 0
+    assert out.strip() == str(run / "report.html")
+    assert (run / "report.html").read_bytes() == before
+
+
+def test_an_unfinished_run_has_a_report_too(run, tmp_path, capsys):
+    for name in ("config.yaml", "metrics.jsonl", "last.ckpt"):
+        shutil.copy(run / name, tmp_path / name)
+    code, _, _ = command("report", tmp_path, capsys=capsys)
+    assert code == 0
+    assert "not finished" in (tmp_path / "report.html").read_text()
+    assert command("report", tmp_path / "nowhere", capsys=capsys)[0] == 2
+
+
+def test_depth_profile_sees_round_off_and_exact_reconstruction(run):
+    model = load_run(run).model
+    images, labels = torch.randn(4, 1, 8, 8), torch.tensor([1, 2, 3, 4])
+    profiles = depth_profile(model, images, labels)
+    assert [profile.name for profile in profiles] == ["unit 1", "unit 2"]
+    for profile in profiles:
+        assert all(0 <= error < 1e-5 for error in profile.reconstruction_error)
+        assert all(norm > 0 for norm in profile.gradient_norm)
+    from revode.networks import create_model
+
+    exact = create_model("hamiltonian-digits", blocks=(3, 3), channels=(4, 8), exact=14)
+    for profile in depth_profile(exact, images, labels):
+        assert set(profile.reconstruction_error) == {0.0}
+
+
+def test_many_classes_fit_one_matrix():
+    names = [f"class{i}" for i in range(100)]
+    assert "<text" in confusion_matrix(torch.eye(100, dtype=torch.int64).tolist(), names)
+
+
+def browser() -> str:
+    for name in ("chromium", "chromium-browser", "google-chrome"):
+        if path := shutil.which(name):
+            return path
+    pytest.skip("no Chromium on this machine: install Debian's package chromium to run this test")
+
+
+class Visit:
+    """What headless Chromium made of a page: its document, its console, and what the page asked the network for."""
+
+    def __init__(self, page: Path, size: str = "1200,900") -> None:
+        flags = "--headless --no-sandbox --disable-gpu --disable-background-networking --no-first-run"
+        with tempfile.TemporaryDirectory() as profile:
+            words = [browser(), *flags.split(), f"--user-data-dir={profile}", f"--window-size={size}"]
+            words += ["--enable-logging=stderr", "--host-resolver-rules=MAP * ~NOTFOUND"]
+            words += [f"--log-net-log={profile}/net.json", "--dump-dom", f"file://{page}"]
+            done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+            log = Path(profile, "net.json").read_text(errors="replace")
+        assert done.returncode == 0, done.stderr
+        self.document = done.stdout
+        self.console = re.findall(r"CONSOLE.*", done.stderr)
+        # The browser's own requests have no origin; those of a page from a file have the origin "null".
+        self.requests = re.findall(r'"initiator":"null"', log)
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("size", ["1200,900", "390,844"])
+def test_a_browser_shows_the_page_without_errors_or_requests(size, run):
+    visit = Visit(run / "report.html", size)
+    assert visit.document.count("<figure>") == 10
+    assert visit.document.count("<svg") == 10
+    assert visit.console == []
+    assert visit.requests == []
+
+
+@pytest.mark.browser
+def test_the_browser_test_notices_requests_and_errors(tmp_path):
+    page = tmp_path / "page.html"
+    page.write_text("<img src='http://nowhere.invalid/x.png'><script>console.error('noticed')</script>")
+    visit = Visit(page)
+    assert "noticed" in visit.console[0]
+    assert len(visit.requests) == 1
