@@ -1,0 +1,53 @@
+"""Two processes under torchrun (gloo) give the gradient of one, also with accumulation over micro-batches."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+SCRIPT = Path(__file__).with_name("two_processes.py")
+TOLERANCE = 1e-6
+
+pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch lacks gloo")
+
+
+def run_two_processes(kind: str) -> dict[str, float | str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(SCRIPT), kind]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=200, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.split("RESULTS")[1])
+
+
+def assert_small(errors: dict[str, float | str]) -> None:
+    wrong = {name: error for name, error in errors.items() if isinstance(error, str) or not error <= TOLERANCE}
+    assert not wrong
+
+
+def test_distributed_data_parallel_gives_the_gradient_of_one_process() -> None:
+    assert_small(run_two_processes("ddp"))
+
+
+def test_fully_sharded_gives_the_gradient_of_one_process_and_refuses_a_sharded_branch() -> None:
+    errors = run_two_processes("fsdp")
+    branch = errors.pop("a single branch")
+    assert_small(errors)
+    if isinstance(branch, str):
+        assert branch.startswith("BranchError: branch 3 (FSDPSequential)")
+        assert "fully_shard" in branch
+    else:
+        assert branch <= TOLERANCE
+
+
+def test_the_check_catches_a_wrong_gradient() -> None:
+    with pytest.raises(AssertionError):
+        assert_small({"a": 1e-8, "b": 2e-6})
+    with pytest.raises(AssertionError):
+        assert_small({"a": "RuntimeError: no"})

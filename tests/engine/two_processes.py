@@ -1,0 +1,161 @@
+"""Run under torchrun with two processes: gradients of distributed steps against those of one process, as JSON.
+
+Each case prints the relative error of all gradients in norm, or the error that it raised.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import sys
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from revode import AdditiveCoupling, Leapfrog, ReversibleSequence, SymmetricField, Verlet
+
+NUM_BLOCKS = 20
+
+
+def branch(channels: int) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(channels, channels, 3, padding=1), nn.GroupNorm(1, channels), nn.GELU())
+
+
+def sequence(kind: str) -> ReversibleSequence:
+    if kind == "fields":
+        return ReversibleSequence([SymmetricField(4) for _ in range(2 * NUM_BLOCKS)], Verlet(h=0.1))
+    if kind == "exact":
+        return ReversibleSequence([branch(8) for _ in range(NUM_BLOCKS)], Leapfrog(h=0.1), exact=True)
+    if kind == "tied":
+        shared = branch(4)
+        return ReversibleSequence([shared, branch(4)] * NUM_BLOCKS, AdditiveCoupling(damping=0.05))
+    return ReversibleSequence([branch(8) for _ in range(NUM_BLOCKS)], Leapfrog(h=0.1))
+
+
+def network(kind: str) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), sequence(kind), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
+
+
+def batches() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(8, 3, 8, 8), torch.randint(0, 5, (8,))
+
+
+def single_process(model: nn.Module) -> dict[str, Tensor]:
+    x, labels = batches()
+    nn.functional.cross_entropy(model(x), labels).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def step(model: nn.Module, num_micro: int, without_sync: Callable[[], contextlib.AbstractContextManager]) -> None:
+    x, labels = (t.chunk(2)[dist.get_rank()] for t in batches())
+    micro = list(zip(x.chunk(num_micro), labels.chunk(num_micro), strict=True))
+    for index, (images, targets) in enumerate(micro):
+        with without_sync() if index + 1 < num_micro else contextlib.nullcontext():
+            (nn.functional.cross_entropy(model(images), targets) / num_micro).backward()
+
+
+def relative_error(model: nn.Module, reference: dict[str, Tensor]) -> float:
+    difference = scale = 0.0
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad
+        grad = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+        expected = reference[name.removeprefix("module.")]
+        difference += float((grad - expected).double().square().sum())
+        scale += float(expected.double().square().sum())
+    return (difference / scale) ** 0.5
+
+
+def ddp(kind: str, num_micro: int, **options: bool) -> float:
+    model = network(kind)
+    reference = single_process(copy.deepcopy(model))
+    wrapped = DistributedDataParallel(model, **options)
+    step(wrapped, num_micro, wrapped.no_sync)
+    return relative_error(model, reference)
+
+
+def fsdp(kind: str, num_micro: int, shard: Callable[[nn.Sequential], None]) -> float:
+    model = network(kind)
+    reference = single_process(copy.deepcopy(model))
+    shard(model)
+
+    @contextlib.contextmanager
+    def without_sync() -> Iterator[None]:
+        sharded = [module for module in model.modules() if hasattr(module, "set_requires_gradient_sync")]
+        for module in sharded:
+            module.set_requires_gradient_sync(False, recurse=False)
+        yield
+        for module in sharded:
+            module.set_requires_gradient_sync(True, recurse=False)
+
+    step(model, num_micro, without_sync)
+    return relative_error(model, reference)
+
+
+def shard_unit(model: nn.Sequential) -> None:
+    fully_shard(model[1])
+    fully_shard(model)
+
+
+def shard_sequence(model: nn.Sequential) -> None:
+    fully_shard(model[1])
+    for layer in (model[0], model[4]):
+        fully_shard(layer)
+
+
+def shard_whole(model: nn.Sequential) -> None:
+    fully_shard(model)
+
+
+def shard_branch(model: nn.Sequential) -> None:
+    fully_shard(model[1].fields[3])
+    fully_shard(model)
+
+
+CASES: dict[str, dict[str, Callable[[], float]]] = {
+    "ddp": {
+        "modules": lambda: ddp("modules", 1),
+        "fields": lambda: ddp("fields", 1),
+        "exact": lambda: ddp("exact", 1),
+        "tied, anchors": lambda: ddp("tied", 1),
+        "two micro-batches": lambda: ddp("modules", 2),
+        "two micro-batches, fields": lambda: ddp("fields", 2),
+        "static graph": lambda: ddp("modules", 1, static_graph=True),
+        "unused parameters sought": lambda: ddp("modules", 1, find_unused_parameters=True),
+        "gradients as views of buckets": lambda: ddp("fields", 2, gradient_as_bucket_view=True),
+    },
+    "fsdp": {
+        "a unit inside a model": lambda: fsdp("modules", 1, shard_unit),
+        "a unit inside a model, fields": lambda: fsdp("fields", 1, shard_unit),
+        "a unit inside a model, exact": lambda: fsdp("exact", 1, shard_unit),
+        "the sequence": lambda: fsdp("modules", 1, shard_sequence),
+        "the whole model": lambda: fsdp("tied", 1, shard_whole),
+        "two micro-batches": lambda: fsdp("modules", 2, shard_unit),
+        "two micro-batches, fields": lambda: fsdp("fields", 2, shard_unit),
+        "a single branch": lambda: fsdp("modules", 1, shard_branch),
+    },
+}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    results: dict[str, float | str] = {}
+    for name, case in CASES[sys.argv[1]].items():
+        try:
+            results[name] = case()
+        except Exception as error:
+            results[name] = f"{type(error).__name__}: {error}"
+    if dist.get_rank() == 0:
+        print("RESULTS" + json.dumps(results))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
