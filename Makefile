@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-slow lint format bench clean
+.PHONY: demo test test-slow lint format bench bench-docs clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -31,8 +31,18 @@ format: $(READY)
 	$(BIN)/ruff check --fix src tests benchmarks examples
 	$(BIN)/ruff format src tests benchmarks examples
 
-bench: $(READY)
-	$(BIN)/revode bench
+PEERS := $(VENV)/benchmark-peers
+
+# Beside the environment, not in it: the tests run without them. Never their dependencies, which are torchvision and a CUDA torch.
+$(PEERS)/.ready: benchmarks/peers.txt | $(READY)
+	$(BIN)/pip install --quiet --no-deps --upgrade --target $(PEERS) --requirement benchmarks/peers.txt
+	touch $@
+
+bench: $(READY) $(PEERS)/.ready  ## time, memory and gradient error beside other libraries; ARGS=--quick for 3 minutes
+	$(BIN)/revode bench $(ARGS)
+
+bench-docs: $(READY) $(PEERS)/.ready  ## measure everything and rewrite docs/benchmarks.md, about 20 minutes on an idle machine
+	$(BIN)/revode bench --out docs --markdown $(ARGS)
 
 clean:
 	rm -rf $(VENV) build runs .hypothesis .ruff_cache

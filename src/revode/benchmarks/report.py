@@ -1,0 +1,127 @@
+"""The documentation page of the benchmarks, written from rows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from revode.benchmarks.bars import verdicts
+from revode.benchmarks.figures import draw
+from revode.benchmarks.run import Row
+from revode.benchmarks.table import HEADER, cells, markdown, workloads_of
+from revode.benchmarks.workloads import DEPTHS, WORKLOADS
+
+COMMAND = "make bench-docs"
+CAPTIONS = {
+    "memory-over-depth": "Bytes kept for backward over depth, 32 channels at 16x16, batch 16; peers are points.",
+    "time-over-memory": "Time of a step over bytes kept; the line is revode with rising `memory_budget`.",
+}
+_INTRODUCTION = """# Benchmarks
+
+How long a training step (forward and backward, no optimizer) takes by each way to get the gradient, how much memory it
+keeps, and how right its gradient is. All methods run the same branches with the same parameters on the same input, in
+one process, in turn, after a warm-up; times are medians with their quartiles.
+
+| method | is |
+|---|---|
+| store | the scheme written out in plain PyTorch, everything kept by autograd |
+| checkpoint | the same with `torch.utils.checkpoint` around each block, without re-entry and without RNG state |
+| checkpoint-sqrt | the same around √N segments |
+| revode | `ReversibleSequence` as it comes |
+| revode-exact | with `exact=True` |
+| revode-budget-N | with a `memory_budget` N % of the way from what `revode` keeps to what `store` keeps |
+| revode-compiled | through `torch.compile` |
+| memcnn, revtorch, revlib, momentumnet | the libraries of these names, in their default memory-saving mode |
+
+**saved** counts every tensor kept for backward besides parameters and input, also those that a library hides from
+autograd's hooks. **peak** is the peak resident memory of a step in a fresh process above that of the process before it; it
+includes buffers of the convolutions and gradients, and memory that the allocator has not returned. **error** is
+|g - g64| / |g64| over all gradients of the first four samples, g64 being the stored gradient in fp64; for `revode-exact` it
+is the rounding of the states to the grid 2^-14, which changes the network a little, not a fault of its backward pass.
+**floor** is the time of the step's convolutions and matrix products, called alone on tensors of the same shapes and
+strides, over the time of the step.
+
+The stage and depth workloads are additive couplings of the paper's branches with h folded into the weights, so that
+libraries that only add need no further operation. In whole networks their branches are multiplied by ±h. Schemes that a
+library does not have leave it out; momentumnet is compared on its own.
+"""
+
+
+def write(rows: Sequence[Row], conditions: dict[str, str], folder: Path, *, page: bool) -> list[Path]:
+    """Write benchmarks.json and the figures, and the page if asked; say where everything went.
+
+    Args:
+        rows: the measurements.
+        conditions: machine and versions.
+        folder: where the files go; figures in a folder of that name below it.
+        page: whether benchmarks.md is wanted.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    data = folder / "benchmarks.json"
+    content: dict[str, Any] = {"conditions": conditions, "rows": [row.to_dict() for row in rows]}
+    data.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    figures = draw(rows, folder / "figures")
+    if not page:
+        return [data, *figures]
+    target = folder / "benchmarks.md"
+    target.write_text(render(rows, conditions, [path.stem for path in figures]), encoding="utf-8")
+    return [target, data, *figures]
+
+
+def read(path: Path) -> tuple[list[Row], dict[str, str]]:
+    """Rows and conditions of a benchmarks.json."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return [Row(**row) for row in content["rows"]], content["conditions"]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a benchmarks.json of this version: {error}") from error
+
+
+def render(rows: Sequence[Row], conditions: dict[str, str], figures: Sequence[str]) -> str:
+    """The page in Markdown."""
+    parts = [_INTRODUCTION, _conditions(conditions), _bars(rows)]
+    for name in figures:
+        parts.append(f"![{CAPTIONS[name]}](figures/{name}.svg)\n\n{CAPTIONS[name]}\n")
+    parts.append("## Measurements\n")
+    parts.extend(_workload(name, [row for row in rows if row.workload == name]) for name in workloads_of(rows))
+    scaling = _scaling(rows)
+    return "\n".join([*parts, *([scaling] if scaling else [])])
+
+
+def _conditions(conditions: dict[str, str]) -> str:
+    lines = ", ".join(f"{name} {value}" for name, value in conditions.items() if name != "processor")
+    return (
+        f"Regenerate this page with `{COMMAND}` (on an idle machine; about 20 minutes on 2 cores), one table with the command "
+        f"above it.\n\nMeasured on: {conditions['processor']}, {lines}.\n"
+    )
+
+
+def _bars(rows: Sequence[Row]) -> str:
+    lines = [verdict.cells() for verdict in verdicts(rows)]
+    if not lines:
+        return ""
+    table = markdown(("what", "bar", "reach for", "measured", "verdict"), lines)
+    return f"## What was promised\n\nThe worst of several values decides.\n\n{table}\n"
+
+
+def _workload(name: str, rows: Sequence[Row]) -> str:
+    title = WORKLOADS[name].title if name in WORKLOADS else name
+    table = markdown(HEADER, [cells(row) for row in rows])
+    count = f"batch {rows[0].batch}, {rows[0].repeats} repetitions"
+    return f"### {name}\n\n{title}; {count}. `revode bench --workload {name}`\n\n{table}\n"
+
+
+def _scaling(rows: Sequence[Row]) -> str:
+    """Time of one block, over depth."""
+    found = {(row.workload, row.method): row.seconds for row in rows}
+    methods = list(dict.fromkeys(row.method for row in rows if row.workload == f"depth-{DEPTHS[-1]}"))
+    if not methods:
+        return ""
+    lines = []
+    for method in methods:
+        times = ((depth, found.get((f"depth-{depth}", method))) for depth in DEPTHS)
+        lines.append([method, *("" if t is None else f"{t / depth * 1e3:.3f}" for depth, t in times)])
+    header = ["method", *(f"{depth} blocks" for depth in DEPTHS)]
+    return f"### Time of a step for each block (ms)\n\n{markdown(header, lines)}\n"

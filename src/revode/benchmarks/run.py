@@ -1,0 +1,176 @@
+"""Measure workloads by methods: rows of time, memory and gradient error."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from revode.benchmarks.cases import Case, gradient_errors
+from revode.benchmarks.footprint import Footprints
+from revode.benchmarks.methods import METHODS, Method
+from revode.benchmarks.roofline import floor, record, replay
+from revode.benchmarks.timing import MIN_REPEATS, Spread, interleave
+from revode.benchmarks.workloads import Workload, subject
+
+REFERENCE = "store"
+LAYOUTS = ("contiguous", "channels_last")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How to measure.
+
+    Args:
+        threads: CPU threads of torch.
+        repeats: repetitions of each step; as many as ``budget`` allows if None.
+        fewest: repetitions that are made whatever the budget.
+        budget: seconds for the repetitions of one workload.
+        layout: memory format of the input, the same for all methods.
+    """
+
+    threads: int
+    repeats: int | None = None
+    fewest: int = MIN_REPEATS
+    budget: float = 45.0
+    layout: str = LAYOUTS[0]
+
+    def __post_init__(self) -> None:
+        for name in ("threads", "repeats", "fewest"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.layout not in LAYOUTS:
+            raise ValueError(f"layout must be {' or '.join(LAYOUTS)}, got {self.layout!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One workload by one method.
+
+    Args:
+        workload: its name.
+        method: its name.
+        seconds: median of a step (forward and backward).
+        ratio_to_store: over the median of ``store`` in the same run.
+        saved_bytes: bytes kept for backward, besides parameters and input.
+        peak_bytes: peak resident bytes of a step in a fresh process, above those before it.
+        grad_error: relative error of the gradient against ``store`` in fp64.
+        seconds_low: lower quartile.
+        seconds_high: upper quartile.
+        roofline: time of the step's convolutions and matrix products called alone, over the step's time.
+        repeats: repetitions measured.
+        batch: samples in a step.
+    """
+
+    workload: str
+    method: str
+    seconds: float
+    ratio_to_store: float
+    saved_bytes: int
+    peak_bytes: int
+    grad_error: float
+    seconds_low: float
+    seconds_high: float
+    roofline: float
+    repeats: int
+    batch: int
+
+    def summary(self) -> dict[str, Any]:
+        """The columns that ``revode bench --json`` promises."""
+        return {name: getattr(self, name) for name in SUMMARY}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every column."""
+        return dataclasses.asdict(self)
+
+
+SUMMARY = ("workload", "method", "seconds", "ratio_to_store", "saved_bytes", "peak_bytes", "grad_error")
+
+
+def applicable(workload: Workload, methods: Iterable[Method]) -> list[Method]:
+    """Those that are installed and can run the workload's scheme."""
+    scheme = subject(workload).scheme
+    return [method for method in methods if method.available and method.supports(scheme)]
+
+
+def measure(workload: Workload, methods: Sequence[Method], settings: Settings, footprints: Footprints) -> list[Row]:
+    """A row for each applicable method; ``store`` is measured in any case, for the ratios.
+
+    Args:
+        workload: what to run.
+        methods: by which ways.
+        settings: how to measure.
+        footprints: the entered context that measures peaks.
+    """
+    wanted = applicable(workload, methods)
+    if not wanted:
+        return []
+    torch.set_num_threads(settings.threads)
+    reference = METHODS[REFERENCE]
+    run = wanted if reference in wanted else [reference, *wanted]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="TypedStorage is deprecated")  # memcnn, at every block
+        cases = {method.name: Case(workload, method, layout=settings.layout) for method in run}
+        timed = _time(cases, settings)
+        errors = gradient_errors(workload, [cases[method.name] for method in wanted])
+    return [_row(workload, method.name, timed, errors, settings, footprints) for method in wanted]
+
+
+@dataclass
+class _Timed:
+    spreads: dict[str, Spread]
+    saved: dict[str, int]
+    floors: dict[str, float]
+    repeats: int
+
+
+def _time(cases: dict[str, Case], settings: Settings) -> _Timed:
+    """Steps and bare convolutions, in the same interleaved rounds."""
+    recorded = {name: record(case) for name, case in cases.items()}  # the warm-up, too
+    for case in cases.values():
+        if case.method.compiled:
+            case.step()
+    calls = {call: replay(call) for counts, _ in recorded.values() for call in counts}
+    for call in calls.values():
+        call()
+    actions: dict[Any, Callable[[], object]] = {name: case.step for name, case in cases.items()}
+    seconds = interleave(actions | calls, settings.repeats, settings.budget, settings.fewest)
+    medians = {call: Spread.of(seconds[call]).median for call in calls}
+    for case in cases.values():
+        case.clear()
+    return _Timed(
+        spreads={name: Spread.of(seconds[name]) for name in cases},
+        saved={name: num_bytes for name, (_, num_bytes) in recorded.items()},
+        floors={name: floor(counts, medians) for name, (counts, _) in recorded.items()},
+        repeats=len(seconds[REFERENCE]),
+    )
+
+
+def _row(
+    workload: Workload,
+    method: str,
+    timed: _Timed,
+    errors: dict[str, float],
+    settings: Settings,
+    footprints: Footprints,
+) -> Row:
+    spread = timed.spreads[method]
+    return Row(
+        workload=workload.name,
+        method=method,
+        seconds=spread.median,
+        ratio_to_store=spread.median / timed.spreads[REFERENCE].median,
+        saved_bytes=timed.saved[method],
+        peak_bytes=footprints.peak_bytes(workload, method, settings.threads, settings.layout),
+        grad_error=errors[method],
+        seconds_low=spread.low,
+        seconds_high=spread.high,
+        roofline=timed.floors[method] / spread.median,
+        repeats=timed.repeats,
+        batch=workload.batch,
+    )
