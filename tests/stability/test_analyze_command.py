@@ -134,6 +134,21 @@ def test_command_reads_saved_weights_and_compares(tmp_path, capsys):
     assert numbers[0]["perturbation_growth"] == numbers[1]["perturbation_growth"]
 
 
+@pytest.mark.slow
+def test_command_analyses_a_monitored_run_in_its_own_directory(tmp_path, capsys):
+    run = str(tmp_path / "run")
+    train = ["train", "hamiltonian-digits", "--out", run, "--max-steps", "2", "--monitor", "--monitor-every", "1"]
+    assert main(train) == 0
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert {"perturbation_growth", "step_usage", "reconstruction_error"} <= set(
+        next(line for line in lines if line["kind"] == "monitor")
+    )
+    capsys.readouterr()
+    assert main(["analyze", run, "--num-images", "2"]) == 0
+    assert "hamiltonian-digits (run), 2 images (digits)" in capsys.readouterr().out
+    assert (tmp_path / "run" / "stability.html").exists()
+
+
 def bad_inputs(tmp_path):
     broken = revode.create_model("hamiltonian-digits")
     next(broken.parameters()).data.fill_(float("nan"))

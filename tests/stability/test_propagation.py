@@ -5,7 +5,14 @@ import torch
 from small_networks import FAMILIES, images, small_network
 
 from revode import Leapfrog, ReversibleSequence, SymmetricField, Verlet
-from revode.stability import adversarial_sensitivity, hamiltonian_energy, noise_sensitivity, signal_propagation
+from revode.stability import (
+    adversarial_sensitivity,
+    finite_size_growth,
+    hamiltonian_energy,
+    lyapunov_exponents,
+    noise_sensitivity,
+    signal_propagation,
+)
 from revode.stability.energy import antiderivative
 from revode.stability.walk import analysis_copy, walk
 
@@ -15,6 +22,15 @@ def test_walking_computes_what_the_network_computes(family):
     model = small_network(family).eval()
     walked = walk(analysis_copy(model, None), images(), lambda place, unit, parts: None)
     torch.testing.assert_close(walked, model(images()))
+
+
+@pytest.mark.parametrize("family", ["hamiltonian", "leapfrog", "midpoint"])
+def test_a_pair_that_goes_on_through_squeezing_is_walked_and_measured(family):
+    model = small_network(family, transition="squeeze", blocks=(2, 2), channels=(4, 16)).eval()
+    walked = walk(analysis_copy(model, None), images(), lambda place, unit, parts: None)
+    torch.testing.assert_close(walked, model(images()))
+    tangent, finite = lyapunov_exponents(model, images(), k=1), finite_size_growth(model, images())
+    assert finite.growth == pytest.approx(tangent.growth, rel=0.02)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -301,7 +301,8 @@ def _revnet_section(page: Page) -> None:
     text = (
         "With branches F(z) = βz and G(y) = αy, a RevNet multiplies its modes by the roots ξ of ξ² - (2 + αβ)ξ + 1 = 0 in "
         "every block. It is stable only where -4 ≤ αβ ≤ 0: opposite signs and small. Verlet's minus sign and an h within "
-        f"its bound put every mode of a Hamiltonian network there, at a frozen state. Simulated growth differs from |ξ| by at most {error:.0e}."
+        "its bound put every mode of a Hamiltonian network there, at a frozen state. "
+        f"Simulated growth differs from |ξ| by at most {error:.0e}."
     )
     page.text(text)
     page.figure(
