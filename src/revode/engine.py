@@ -176,12 +176,12 @@ class ReversibleSequence(nn.Module):
     def _store_within_budget(self, chain: Chain, p: Tensor | None, q: Tensor, budget: int) -> tuple[int, OpenState]:
         """Store couplings from the first on while they fit beside the final pair; measured once for each kind of call."""
         autocast = Autocast(q.device.type)
-        tensors = [q, *tensor_leaves(chain.kwargs)]
+        arguments = tensor_leaves(chain.kwargs)
         kind = (
             budget,
             self.training,
             (autocast.enabled, autocast.dtype),
-            tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors),
+            tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in [q, *arguments]),
             tuple(parameter.requires_grad for parameter in self.parameters()),
         )
         if kind in self._num_stored:
@@ -197,7 +197,7 @@ class ReversibleSequence(nn.Module):
         while index < len(chain.branches) and (index == 0 or used + largest <= available):
             u = chain.evaluate(index, q, chain.kwargs, call, autocast)
             u = self._stored(u)
-            cost = graph_bytes(u, tensors, self.parameters())
+            cost = graph_bytes(u, [q, *arguments], self.parameters())
             used, largest = used + cost, max(largest, cost)
             p, q = q, chain.advance(index, p, q, u)
             index += 1
