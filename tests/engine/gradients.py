@@ -37,7 +37,7 @@ def training_step(
     kwargs = {k: v.detach().clone().requires_grad_(v.requires_grad) for k, v in (kwargs or {}).items()}
     sequence.zero_grad(set_to_none=True)
     torch.manual_seed(seed)
-    y = (call or sequence)(x, **kwargs)
+    y = (sequence if call is None else call)(x, **kwargs)
     loss(y).backward()
     outputs = [y] if isinstance(y, Tensor) else list(y)
     record: Record = {f"output {k}": output.detach().clone() for k, output in enumerate(outputs)}

@@ -137,12 +137,10 @@ class TestGraphs:
     def test_no_grad_builds_no_graph(self, options: Any) -> None:
         self.check_no_graph(torch.no_grad(), **options)
 
-    @pytest.mark.xfail(strict=True, reason="inference tensors have no version")
     @pytest.mark.parametrize("options", [{}, {"backprop": "store"}, {"exact": True}], ids=str)
     def test_inference_mode_builds_no_graph(self, options: Any) -> None:
         self.check_no_graph(torch.inference_mode(), **options)
 
-    @pytest.mark.xfail(strict=True, reason="inference tensors have no version")
     def test_an_inference_tensor_is_an_input_like_any_other(self) -> None:
         with torch.inference_mode():
             x, condition = torch.randn(2, 3, 4)

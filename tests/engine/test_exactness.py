@@ -102,7 +102,6 @@ def test_every_bit_of_an_image_network_is_that_of_store_at_1000_blocks() -> None
 @pytest.mark.parametrize("branch", ["symmetric", "antisymmetric", "gelu_conv", "conv_norm_relu"])
 @pytest.mark.parametrize("name", ["verlet", "leapfrog"])
 @pytest.mark.parametrize("shape", [(1, 4, 3, 3), (2, 2, 3, 3), (2, 4, 1, 5), (1, 2, 6, 1)], ids=str)
-@pytest.mark.xfail(strict=False, reason="strides of dimensions of size one differ in backward with channels_last")
 def test_sizes_of_one_are_exact(shape: tuple[int, ...], name: str, branch: str, layout: str, enabled: bool) -> None:
     scheme = SCHEMES[name]()
     x = torch.randn(shape).contiguous(memory_format=LAYOUTS[layout])

@@ -174,7 +174,6 @@ def process_peak(backprop: str, num_blocks: int, kind: str) -> float:
     return int(done.stdout) / 1024
 
 
-@pytest.mark.xfail(strict=True, reason="small gradients allocated between big temporaries fragment the heap")
 @pytest.mark.parametrize("kind", ["module", "field"])
 def test_the_peak_of_a_process_agrees(kind: str) -> None:
     shallow, deep = (
@@ -208,9 +207,6 @@ def evaluations(sequence: ReversibleSequence, x: Tensor, loss: Callable = weight
     return forward, [field.count - n for field, n in zip(sequence.fields, forward, strict=True)]
 
 
-LEAF_HOOKS = pytest.mark.xfail(strict=True, reason="the recomputed branch sees a leaf, which torch cannot hook")
-
-
 class TestWork:
     @pytest.mark.parametrize("exact", [False, True])
     @pytest.mark.parametrize("name", [*SCHEMES, "momentum"])
@@ -239,10 +235,10 @@ class TestWork:
     @pytest.mark.parametrize(
         "branch",
         [
-            pytest.param("small_conv", marks=LEAF_HOOKS),
+            "small_conv",
             "symmetric",
             "symmetric_lead_tanh",
-            pytest.param("symmetric_tv", marks=LEAF_HOOKS),
+            "symmetric_tv",
             "antisymmetric",
         ],
     )
@@ -312,7 +308,6 @@ class TestBudget:
         assert recomputed[0] >= 12
         assert recomputed[-1] == 0
 
-    @pytest.mark.xfail(strict=True, reason="the bytes it asks for are not enough")
     def test_a_budget_too_small_for_one_block_says_what_is_needed(self) -> None:
         sequence = ReversibleSequence([small_conv(4) for _ in range(4)], Leapfrog(h=0.1), memory_budget=64)
         with pytest.raises(ValueError, match=r"memory_budget=64 is too small .*need (\d+) bytes") as caught:
@@ -321,7 +316,6 @@ class TestBudget:
         enough = ReversibleSequence([small_conv(4) for _ in range(4)], Leapfrog(h=0.1), memory_budget=needed)
         enough(torch.randn(2, 4, 8, 8)).sum().backward()
 
-    @pytest.mark.xfail(strict=True, reason="the number of stored branches is remembered without requires_grad")
     def test_it_is_kept_when_parameters_are_unfrozen(self) -> None:
         x = torch.randn(8, 64)
 
@@ -336,7 +330,6 @@ class TestBudget:
         sequence.requires_grad_(True)
         assert saved_bytes(sequence, x) <= budget + 4 * 4 * x.numel()
 
-    @pytest.mark.xfail(strict=True, reason="the number of stored branches is remembered without keyword shapes")
     def test_it_is_kept_when_keyword_arguments_grow(self) -> None:
         class Lifting(nn.Module):
             def __init__(self) -> None:
