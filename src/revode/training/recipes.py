@@ -36,7 +36,6 @@ RECIPES: dict[str, dict[str, Any]] = {
         "lr": 0.1,
         "schedule": "one-cycle",
         "nesterov": True,
-        "label_smoothing": 0.1,
         "ema": 0.99,
         "clip": 1.0,
         "weight_decay": 5e-4,
