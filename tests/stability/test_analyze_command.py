@@ -16,7 +16,8 @@ from small_networks import FAMILIES, NAMED, images, small_network
 import revode
 from revode.cli import main
 from revode.stability import analyze
-from revode.stability.report import sentences, summary, write_page
+from revode.stability.report import write_page
+from revode.stability.sentences import sentences, summary
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +25,11 @@ def results():
     return {
         family: analyze(small_network(family), images(), name=NAMED[family]) for family in ("hamiltonian", "revnet")
     }
+
+
+@pytest.fixture(scope="module")
+def page(results, tmp_path_factory):
+    return write_page(list(results.values()), tmp_path_factory.mktemp("pages") / "new", "digits")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -54,8 +60,7 @@ def test_summary_fits_80_columns(results):
     assert "\x1b" not in text
 
 
-def test_page_is_complete_and_self_contained(results, tmp_path):
-    page = write_page(list(results.values()), tmp_path / "new", "digits")
+def test_page_is_complete_and_self_contained(results, page):
     text = page.read_text()
     assert text.count("<figure>") == 8
     assert "http://" not in text
@@ -65,7 +70,7 @@ def test_page_is_complete_and_self_contained(results, tmp_path):
         assert label in text
     for row in sentences(results["hamiltonian"]).values():
         assert row[:40] in text.replace("&#x27;", "'")
-    numbers = json.loads((tmp_path / "new" / "stability.json").read_text())
+    numbers = json.loads((page.parent / "stability.json").read_text())
     assert [entry["model"] for entry in numbers] == ["hamiltonian-74", "revnet-38"]
 
 
@@ -191,11 +196,10 @@ def test_help_answers_without_torch():
 
 
 @pytest.mark.browser
-def test_page_shows_in_a_browser(results, tmp_path):
+def test_page_shows_in_a_browser(page, tmp_path):
     browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("no chromium on PATH")
-    page = write_page(list(results.values()), tmp_path, "digits")
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
     done = subprocess.run(
         [

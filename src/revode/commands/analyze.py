@@ -52,7 +52,8 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from revode.stability.analysis import analyze
-    from revode.stability.report import summary, write_page
+    from revode.stability.report import write_page
+    from revode.stability.sentences import summary
 
     if args.num_images < 1:
         raise ValueError(f"--num-images must be at least 1, got {args.num_images}")

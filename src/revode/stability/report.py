@@ -1,10 +1,9 @@
-"""From an analysis to sentences, a summary for the terminal, and the page."""
+"""From an analysis to its page."""
 
 from __future__ import annotations
 
 import functools
 import json
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,134 +13,9 @@ from revode.page import Page, preformatted
 from revode.stability import figures
 from revode.stability.analysis import Analysis
 from revode.stability.reversibility import LinearRevNet, linear_revnet
+from revode.stability.sentences import comparison, sentences
 
 PAGE, NUMBERS = "stability.html", "stability.json"
-
-
-def sentences(analysis: Analysis) -> dict[str, str]:
-    """What the numbers say, by subject."""
-    found = {
-        "step size": _step_size(analysis),
-        "perturbations": _perturbations(analysis),
-        "signals": _signals(analysis),
-        "eigenvalues": _eigenvalues(analysis),
-        "energy": _energy(analysis),
-        "reversing": _reversing(analysis),
-        "sensitivity": _sensitivity(analysis),
-    }
-    return {subject: sentence for subject, sentence in found.items() if sentence}
-
-
-def _step_size(analysis: Analysis) -> str:
-    top = analysis.tightest
-    if top is None:
-        return (
-            "This scheme has no step size and so no bound on one: nothing in it keeps perturbations from growing, "
-            "only training can."
-        )
-    where = f"block {top.step + 1} of unit {top.unit + 1}"
-    if top.usage > 1.0:
-        return (
-            f"At h = {top.h:g} the tightest layer ({where}) uses {top.usage:.0%} of its bound: it is beyond what is "
-            f"stable at a frozen state. h up to {top.sharp:.3g} would be within."
-        )
-    return (
-        f"At h = {top.h:g} the tightest layer ({where}) uses {top.usage:.0%} of its bound: "
-        f"h could be up to {top.sharp:.3g}."
-    )
-
-
-def _perturbations(analysis: Analysis) -> str:
-    found = analysis.lyapunov
-    return (
-        f"Perturbations grow {_times(found.growth)} over {analysis.num_layers} layers "
-        f"(leading Lyapunov exponent {float(found.exponents[0]):+.3g} in T = {found.time:g}); two trajectories a "
-        f"small distance apart give {_times(analysis.finite_size.growth)}."
-    )
-
-
-def _signals(analysis: Analysis) -> str:
-    found = analysis.propagation
-    return (
-        f"Inside the units the signal grows {_times(found.signal_growth)} and the gradient, on its way back, "
-        f"{_times(found.gradient_growth)}."
-    )
-
-
-def _eigenvalues(analysis: Analysis) -> str:
-    radius = max(float(values.abs().max()) for values in analysis.spectra.values())
-    if analysis.axis_distance < 1e-6:
-        return (
-            f"With weights and state frozen, all eigenvalues lie on the imaginary axis "
-            f"(real parts below {analysis.axis_distance:.0e} of the largest modulus, {radius:.3g})."
-        )
-    return (
-        f"Even with weights and state frozen, eigenvalues leave the imaginary axis: real parts reach "
-        f"{analysis.max_real:+.3g} at a largest modulus of {radius:.3g}."
-    )
-
-
-def _energy(analysis: Analysis) -> str:
-    if analysis.energy is None:
-        return ""
-    step = float(analysis.energy.step_change.abs().median())
-    jump = analysis.energy.jump.abs()
-    if not len(jump):
-        return f"The Hamiltonian changes by {step:.2g} of itself in a typical step."
-    return (
-        f"A typical step changes the Hamiltonian by {step:.2%}; going over to the next block's weights changes it by "
-        f"{float(jump.median()):.2%}, which no bound on h forbids."
-    )
-
-
-def _reversing(analysis: Analysis) -> str:
-    worst = max(max(profile) for profile in analysis.profiles)
-    exact = [row for row in analysis.drifts if row.exact]
-    text = f"Walking back in float32 finds the states of a unit to a relative error of {worst:.1e}"
-    if exact and all(row.reconstruction == 0.0 and row.gradient == 0.0 for row in exact):
-        return f"{text}; on the grid (exact=True) states and gradients come back bit for bit."
-    return f"{text}."
-
-
-def _sensitivity(analysis: Analysis) -> str:
-    noise, adversary = analysis.noise[-2], analysis.adversary[-2]
-    return (
-        f"Noise of {noise.size:g} standard deviations of the input moves the logits by {noise.logit_change:.1%}, an "
-        f"adversary (FGSM) of the same size by {adversary.logit_change:.1%}, and changes {adversary.flipped:.0%} of the "
-        "predicted classes."
-    )
-
-
-def _times(factor: float) -> str:
-    return f"{factor:.3g} times"
-
-
-def comparison(analyses: Sequence[Analysis]) -> list[list[str]]:
-    """Rows of key numbers, one column for each network."""
-    rows: list[tuple[str, list[str]]] = [
-        ("layers", [f"{a.num_layers}" for a in analyses]),
-        ("h in use, of its bound", ["–" if a.tightest is None else f"{a.tightest.usage:.0%}" for a in analyses]),
-        ("growth of perturbations", [f"{a.lyapunov.growth:.3g}" for a in analyses]),
-        ("leading Lyapunov exponent", [f"{float(a.lyapunov.exponents[0]):+.3g}" for a in analyses]),
-        ("growth of the signal", [f"{a.propagation.signal_growth:.3g}" for a in analyses]),
-        ("growth of the gradient", [f"{a.propagation.gradient_growth:.3g}" for a in analyses]),
-        ("largest real part", [f"{a.max_real:.2g}" for a in analyses]),
-        ("reconstruction error", [f"{max(map(max, a.profiles)):.1e}" for a in analyses]),
-        ("logits, noise of 0.1", [f"{a.noise[-2].logit_change:.1%}" for a in analyses]),
-        ("logits, FGSM of 0.1", [f"{a.adversary[-2].logit_change:.1%}" for a in analyses]),
-    ]
-    return [[label, *values] for label, values in rows]
-
-
-def summary(analyses: Sequence[Analysis], source: str) -> str:
-    """The report for a terminal: 80 columns, no colour."""
-    lines = [f"{' against '.join(a.name for a in analyses)}, {analyses[0].num_images} images ({source})", ""]
-    for subject, sentence in sentences(analyses[0]).items():
-        lines += textwrap.wrap(sentence, 79, initial_indent=f"{subject + ':':<15}", subsequent_indent=" " * 15)
-    if len(analyses) > 1:
-        lines += ["", f"{'':<28}" + "".join(f"{a.name[:24]:>25}" for a in analyses)]
-        lines += [f"{row[0]:<28}" + "".join(f"{value:>25}" for value in row[1:]) for row in comparison(analyses)]
-    return "\n".join(lines)
 
 
 def write_page(analyses: Sequence[Analysis], folder: str | Path, source: str) -> Path:
