@@ -29,7 +29,10 @@ def tensor_leaves(tree: Any) -> list[Tensor]:
 
 
 def _version(tensor: Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
+    """How often `tensor` was modified in place, if that is known."""
+    if isinstance(tensor, UninitializedParameter) or tensor.is_inference():
+        return None
+    return tensor._version
 
 
 class Chain:

@@ -182,6 +182,9 @@ class AdditiveCoupling(Scheme):
     def coupling(self, index: int) -> Coupling:
         return Coupling(self.carry, 0.0, 1.0)
 
+    def __repr__(self) -> str:
+        return f"AdditiveCoupling(damping={self.damping:g})" if self.damping else "AdditiveCoupling()"
+
 
 class MidPoint(Scheme):
     """Y+ = Y- + 2h F(Y): central differences for Y' = F(Y) (paper, eq. 13), order 2.
