@@ -52,6 +52,8 @@ class LinearOperator(nn.Module, abc.ABC):
 
     def reset_parameters(self) -> None:
         """Draw the kernel as the paper's authors did: normal with std sqrt(2 / (kernel volume * out_channels))."""
+        if self.weight.is_meta:  # where only shapes are wanted, drawing nothing takes most of the time
+            return
         volume = math.prod(self.weight.shape[2:])
         nn.init.normal_(self.weight, std=math.sqrt(2.0 / (volume * self.out_channels)))
 

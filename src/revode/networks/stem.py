@@ -12,7 +12,8 @@ from torch import Tensor, nn
 def convolution(in_channels: int, out_channels: int, kernel_size: int = 3, stride: int = 1) -> nn.Conv2d:
     """A convolution without bias, drawn normal with std sqrt(2 / (kernel area * out_channels)) as the authors did."""
     conv = nn.Conv2d(in_channels, out_channels, kernel_size, stride, kernel_size // 2, bias=False)
-    nn.init.normal_(conv.weight, std=math.sqrt(2.0 / (kernel_size**2 * out_channels)))
+    if not conv.weight.is_meta:  # where only shapes are wanted, drawing nothing takes most of the time
+        nn.init.normal_(conv.weight, std=math.sqrt(2.0 / (kernel_size**2 * out_channels)))
     return conv
 
 
