@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.utils import _pytree as pytree
 
-from revode.fields import KnownField
 from revode.grid import Grid, with_strides
+from revode.products import KnownField
 from revode.replay import Autocast
 from revode.schemes import Rounding, Scheme
 

@@ -12,12 +12,8 @@ step sizes belong to the scheme. Any other ``nn.Module`` that keeps its input's 
 
 from __future__ import annotations
 
-import abc
-import math
-from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from revode.operators import (
@@ -29,87 +25,10 @@ from revode.operators import (
     LinearOperator,
     adjoint_kernel,
 )
-
-Activation = str | Callable[[Tensor], Tensor]
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": torch.relu,
-    "tanh": torch.tanh,
-    "sigmoid": torch.sigmoid,
-    "softplus": nn.functional.softplus,
-    "gelu": nn.functional.gelu,
-    "silu": nn.functional.silu,
-    "identity": nn.Identity(),
-}
-
-
-class Bias(nn.Module):
-    """y + b, one b per channel, zero at first."""
-
-    def __init__(self, channels: int, channel_dim: int = 1) -> None:
-        super().__init__()
-        self.channel_dim = channel_dim
-        self.bias = nn.Parameter(torch.zeros(channels))
-
-    def forward(self, y: Tensor) -> Tensor:
-        return y + along_channels(self.bias, y, self.channel_dim)
-
-
-class TVNorm(nn.Module):
-    """y / sqrt(Σ_channels y² + eps), then a scale and a shift per channel: Meganet's norm, independent of the batch.
-
-    The scale starts at sqrt(channels), so that the output has unit variance whatever the width; from 1 on a wide field hardly
-    moves its state (tried on the digits: leapfrog-26 reaches 21 % in 4 epochs from 1, 55 % from sqrt(channels)).
-    """
-
-    def __init__(self, channels: int, channel_dim: int = 1, eps: float = 1e-3) -> None:
-        super().__init__()
-        self.channel_dim = channel_dim
-        self.eps = eps
-        self.weight = nn.Parameter(torch.full((channels,), math.sqrt(channels)))
-        self.bias = nn.Parameter(torch.zeros(channels))
-
-    def forward(self, y: Tensor) -> Tensor:
-        scale = torch.rsqrt(y.square().sum(self.channel_dim, keepdim=True) + self.eps)
-        weight = along_channels(self.weight, y, self.channel_dim)
-        return y * scale * weight + along_channels(self.bias, y, self.channel_dim)
-
-
-def along_channels(vector: Tensor, y: Tensor, channel_dim: int) -> Tensor:
-    """The per-channel `vector`, shaped to broadcast against `y`."""
-    shape = [1] * y.dim()
-    shape[channel_dim] = vector.shape[0]
-    return vector.view(shape)
-
-
-_BATCH_NORM = {0: nn.BatchNorm1d, 1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
-
-
-def make_norm(norm: str, channels: int, ndim: int = 2) -> nn.Module:
-    """The per-channel map N between K and σ.
-
-    Args:
-        norm: ``"none"`` (a bias), ``"batch"`` or ``"tv"``.
-        channels: how many channels it acts on.
-        ndim: spatial dimensions; 0 for vectors in the last dimension.
-    """
-    channel_dim = 1 if ndim else -1
-    if norm == "none":
-        return Bias(channels, channel_dim)
-    if norm == "tv":
-        return TVNorm(channels, channel_dim)
-    if norm == "batch":
-        return _BATCH_NORM[ndim](channels)
-    raise ValueError(f"norm must be 'none', 'batch' or 'tv', got {norm!r}")
-
-
-def make_activation(activation: Activation) -> Callable[[Tensor], Tensor]:
-    """σ by name, or any callable on tensors as it is."""
-    if callable(activation):
-        return activation
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation must be a callable or one of {', '.join(ACTIVATIONS)}, got {activation!r}")
-    return ACTIVATIONS[activation]
+from revode.parts import ACTIVATIONS as ACTIVATIONS
+from revode.parts import Activation, Bias, make_activation, make_norm
+from revode.parts import TVNorm as TVNorm
+from revode.products import IN_PLACE, SLOPES, KnownField, Normalized, convolution_vjp
 
 
 def affine(operator: LinearOperator, norm: nn.Module, y: Tensor) -> Tensor:
@@ -117,72 +36,6 @@ def affine(operator: LinearOperator, norm: nn.Module, y: Tensor) -> Tensor:
     if isinstance(norm, Bias):
         return operator(y, norm.bias)
     return norm(operator(y))
-
-
-SLOPES: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
-    torch.relu: lambda g, output: torch.ops.aten.threshold_backward.grad_input(g, output, 0, grad_input=g),
-    torch.tanh: lambda g, output: torch.ops.aten.tanh_backward.grad_input(g, output, grad_input=g),
-    torch.sigmoid: lambda g, output: torch.ops.aten.sigmoid_backward.grad_input(g, output, grad_input=g),
-    ACTIVATIONS["identity"]: lambda g, output: g,
-}
-"""σ -> the map (g, σ(a)) -> g σ'(a), written over g, by the kernels that autograd itself would call."""
-
-
-IN_PLACE: dict[Any, Callable[[Tensor], Tensor]] = {
-    torch.relu: torch.relu_,
-    torch.tanh: torch.tanh_,
-    torch.sigmoid: torch.sigmoid_,
-    ACTIVATIONS["identity"]: ACTIVATIONS["identity"],
-}
-
-
-class KnownField(nn.Module, abc.ABC):
-    """A field that can give its own vector-Jacobian product, which spares the engine an autograd graph.
-
-    ``value`` and ``vjp`` return the bits that ``forward`` and autograd would, in fresh tensors. The product is known for
-    convolutions with biases and an activation whose slope follows from its value; everything else (norms, hooks, frozen
-    or parametrised weights) goes through autograd.
-    """
-
-    operator: LinearOperator
-    norm: nn.Module
-    activation: Callable[[Tensor], Tensor]
-
-    @abc.abstractmethod
-    def value(self, q: Tensor) -> Tensor:
-        """F(q), without a graph."""
-
-    @abc.abstractmethod
-    def vjp(self, q: Tensor, g: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """u = F(q), then the products of g with the Jacobians by q and by each of ``parameters()``."""
-
-    def knows_vjp(self) -> bool:
-        """Whether ``vjp`` applies to this field as it is now."""
-        modules = list(self.modules())
-        return (
-            self.activation in SLOPES
-            and type(modules[0]) in (SymmetricField, AntisymmetricField)
-            and all(type(module) in (Conv, AntisymmetricConv, Bias, nn.Identity) for module in modules[1:])
-            and not any(_is_altered(module) for module in modules)
-            and all(type(parameter) is nn.Parameter and parameter.requires_grad for parameter in self.parameters())
-        )
-
-
-def _is_altered(module: nn.Module) -> bool:
-    """Whether hooks, or methods replaced on this instance, make a call differ from the class's own."""
-    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    return bool(hooks) or not {"forward", "adjoint", "value", "vjp"}.isdisjoint(vars(module))
-
-
-def _convolution_vjp(
-    g: Tensor, x: Tensor, weight: Tensor, padding: int, *, transposed: bool = False, bias: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The products of g with the Jacobians of a convolution by x, by its weight and (if asked) by its bias."""
-    ndim = x.dim() - 2
-    sizes = [weight.shape[0]] if bias else None
-    return torch.ops.aten.convolution_backward(
-        g, x, weight, sizes, [1] * ndim, [padding] * ndim, [1] * ndim, transposed, [0] * ndim, 1, [True, True, bias]
-    )
 
 
 class SymmetricField(KnownField):
@@ -225,27 +78,25 @@ class SymmetricField(KnownField):
             y = self.lead(y)
         return self.operator.adjoint(self.activation(affine(self.operator, self.norm, y)))
 
-    def _hidden(self, shifted: Tensor) -> Tensor:
-        return IN_PLACE[self.activation](affine(self.operator, self.norm, shifted))
-
     def value(self, q: Tensor) -> Tensor:
-        return self.operator.adjoint(self._hidden(q if self.lead is None else self.lead(q)))
+        shifted = q if self.lead is None else self.lead(q)
+        return self.operator.adjoint(IN_PLACE[self.activation](affine(self.operator, self.norm, shifted)))
 
     def vjp(self, q: Tensor, g: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-        weight, padding = self.operator.weight, self.operator.padding
-        shifted = q if self.lead is None else self.lead(q)
-        hidden = self._hidden(shifted)
+        weight, padding, activation = self.operator.weight, self.operator.padding, self.activation
+        lead = None if self.lead is None else Normalized(self.lead, q)
+        shifted = q if lead is None else lead.output
+        norm = None if isinstance(self.norm, Bias) else Normalized(self.norm, self.operator(shifted))
+        hidden = IN_PLACE[activation](self.operator(shifted, self.norm.bias) if norm is None else norm.output)
         u = self.operator.adjoint(hidden)
-        g_hidden, g_weight, _ = _convolution_vjp(g, hidden, weight, padding, transposed=True)
-        g_hidden = SLOPES[self.activation](g_hidden, hidden)
-        gq, g_weight_first, g_bias = _convolution_vjp(g_hidden, shifted, weight, padding, bias=True)
-        g_lead = [] if self.lead is None else [_over_channels(gq)]
-        return u, gq, [g_weight.add_(g_weight_first), *g_lead, g_bias]
-
-
-def _over_channels(g: Tensor) -> Tensor:
-    """The sum of g over everything but its channels."""
-    return g.sum((0, *range(2, g.dim())))
+        g, g_weight, _ = convolution_vjp(g, hidden, weight, padding, transposed=True)
+        g, g_norm = SLOPES[activation](g, hidden), []
+        if norm is not None:
+            g, g_norm = norm.vjp(g)
+        g, g_weight_inner, g_bias = convolution_vjp(g, shifted, weight, padding, bias=norm is None)
+        g_norm = [g_bias] if norm is None else g_norm
+        g, g_lead = (g, []) if lead is None else lead.vjp(g)
+        return u, g, [g_weight.add_(g_weight_inner), *g_lead, *g_norm]
 
 
 class AntisymmetricField(KnownField):
@@ -280,13 +131,16 @@ class AntisymmetricField(KnownField):
         return IN_PLACE[self.activation](affine(self.operator, self.norm, q))
 
     def vjp(self, q: Tensor, g: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-        kernel = self.operator.weight - adjoint_kernel(self.operator.weight)
-        u = IN_PLACE[self.activation](
-            CONVOLUTIONS[q.dim() - 2](q, kernel, self.norm.bias, padding=self.operator.padding)
-        )
-        g = SLOPES[self.activation](g.clone(), u)
-        gq, g_kernel, g_bias = _convolution_vjp(g, q, kernel, self.operator.padding, bias=True)
-        return u, gq, [g_kernel - adjoint_kernel(g_kernel), g_bias]
+        kernel, padding = self.operator.weight - adjoint_kernel(self.operator.weight), self.operator.padding
+        convolve, bias = CONVOLUTIONS[q.dim() - 2], isinstance(self.norm, Bias)
+        applied = convolve(q, kernel, self.norm.bias if bias else None, padding=padding)
+        norm = None if bias else Normalized(self.norm, applied)
+        u = IN_PLACE[self.activation](applied if norm is None else norm.output)
+        g, g_norm = SLOPES[self.activation](g.clone(), u), []
+        if norm is not None:
+            g, g_norm = norm.vjp(g)
+        gq, g_kernel, g_bias = convolution_vjp(g, q, kernel, padding, bias=bias)
+        return u, gq, [g_kernel - adjoint_kernel(g_kernel), *([g_bias] if bias else g_norm)]
 
 
 class OneLayerField(nn.Module):

@@ -17,8 +17,8 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from revode.chain import BranchError, Chain
-from revode.fields import KnownField
 from revode.grid import with_strides
+from revode.products import KnownField
 from revode.replay import Autocast, Replay
 from revode.schemes import State
 

@@ -1,0 +1,120 @@
+"""Vector-Jacobian products of the parts of a field, by the kernels that autograd itself would call, without a graph.
+
+Where possible they write over what they are given and nobody else needs. `KnownField` is a field put together from such
+parts; the engine then needs no autograd for it and gets the same bits.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from revode.operators import AntisymmetricConv, Conv
+from revode.parts import ACTIVATIONS, Bias
+
+SLOPES: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
+    torch.relu: lambda g, output: torch.ops.aten.threshold_backward.grad_input(g, output, 0, grad_input=g),
+    torch.tanh: lambda g, output: torch.ops.aten.tanh_backward.grad_input(g, output, grad_input=g),
+    torch.sigmoid: lambda g, output: torch.ops.aten.sigmoid_backward.grad_input(g, output, grad_input=g),
+    ACTIVATIONS["identity"]: lambda g, output: g,
+}
+"""σ -> the map (g, σ(a)) -> g σ'(a), written over g, by the kernels that autograd itself would call."""
+
+
+IN_PLACE: dict[Any, Callable[[Tensor], Tensor]] = {
+    torch.relu: torch.relu_,
+    torch.tanh: torch.tanh_,
+    torch.sigmoid: torch.sigmoid_,
+    ACTIVATIONS["identity"]: ACTIVATIONS["identity"],
+}
+
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+class KnownField(nn.Module, abc.ABC):
+    """A field that can give its own vector-Jacobian product, which spares the engine an autograd graph.
+
+    ``value`` and ``vjp`` return the bits that ``forward`` and autograd would, in fresh tensors. The product is known for
+    convolutions with biases or batch norm and an activation whose slope follows from its value; everything else (other
+    norms, hooks, frozen or parametrised weights) goes through autograd.
+    """
+
+    operator: Any
+    norm: Any
+    activation: Callable[[Tensor], Tensor]
+
+    @abc.abstractmethod
+    def value(self, q: Tensor) -> Tensor:
+        """F(q) without a graph, as ``forward`` computes it, statistics included."""
+
+    @abc.abstractmethod
+    def vjp(self, q: Tensor, g: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """u = F(q) again, then the products of g with the Jacobians by q and by each of ``parameters()``."""
+
+    def knows_vjp(self) -> bool:
+        """Whether ``vjp`` applies to this field as it is now."""
+        modules = list(self.modules())
+        return (
+            self.activation in SLOPES
+            and _definer(type(self), "forward") is _definer(type(self), "vjp")
+            and all(_is_known(module) for module in modules[1:])
+            and not any(_is_altered(module) for module in modules)
+            and all(type(parameter) is nn.Parameter and parameter.requires_grad for parameter in self.parameters())
+        )
+
+
+def _definer(kind: type, method: str) -> type:
+    """The class that gives `kind` a method; one that overrides ``forward`` alone has no product for it."""
+    return next(base for base in kind.__mro__ if method in vars(base))
+
+
+def _is_known(module: nn.Module) -> bool:
+    if type(module) in _BATCH_NORMS:
+        return module.training and module.weight is not None
+    return type(module) in (Conv, AntisymmetricConv, Bias, nn.Identity)
+
+
+def _is_altered(module: nn.Module) -> bool:
+    """Whether hooks, or methods replaced on this instance, make a call differ from the class's own."""
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return bool(hooks) or not {"forward", "adjoint", "value", "vjp"}.isdisjoint(vars(module))
+
+
+def convolution_vjp(
+    g: Tensor, x: Tensor, weight: Tensor, padding: int, *, transposed: bool = False, bias: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The products of g with the Jacobians of a convolution by x, by its weight and (if asked) by its bias."""
+    ndim = x.dim() - 2
+    sizes = [weight.shape[0]] if bias else None
+    return torch.ops.aten.convolution_backward(
+        g, x, weight, sizes, [1] * ndim, [padding] * ndim, [1] * ndim, transposed, [0] * ndim, 1, [True, True, bias]
+    )
+
+
+class Normalized:
+    """N(x) of a bias or of batch norm in training mode, with what its product needs; statistics stay where they are."""
+
+    def __init__(self, norm: nn.Module, x: Tensor) -> None:
+        self.norm: Any = norm
+        self.x = x
+        if isinstance(norm, Bias):
+            self.output = norm(x)
+        else:
+            bn: Any = norm
+            self.output, self.mean, self.inverse_std = torch.native_batch_norm(
+                x, bn.weight, bn.bias, None, None, True, 0.0, bn.eps
+            )
+
+    def vjp(self, g: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """The products of g with the Jacobians by x and by the parameters of N."""
+        if isinstance(self.norm, Bias):
+            return g, [g.sum((0, *range(2, g.dim())))]
+        gx, g_weight, g_bias = torch.ops.aten.native_batch_norm_backward(
+            g, self.x, self.norm.weight, None, None, self.mean, self.inverse_std, True, self.norm.eps, [True] * 3
+        )
+        return gx, [g_weight, g_bias]
