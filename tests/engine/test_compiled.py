@@ -50,9 +50,10 @@ CASES = {
     "leapfrog-damped": (Leapfrog(h=0.2, damping=0.1), small_conv, {}),
     "checkpoint": (Leapfrog(h=0.2), small_conv, {"backprop": "checkpoint"}),
 }
+EVERYDAY = ("verlet", "leapfrog-exact")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [n if n in EVERYDAY else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
 def test_one_graph_has_the_gradients_of_eager(name: str) -> None:
     """Traced and differentiated whole, run without generated code: what dynamo and AOTAutograd make of the engine."""
     scheme, make, options = CASES[name]

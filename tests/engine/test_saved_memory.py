@@ -6,11 +6,13 @@ keeps alive, and once as the peak of a fresh process.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,8 +45,13 @@ def live_bytes(sequence: nn.Module, x: Tensor) -> int:
 
     def storages() -> dict[int, int]:
         gc.collect()
-        tensors = [t for t in gc.get_objects() if type(t) in (Tensor, nn.Parameter)]
-        return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        found = {}
+        for t in gc.get_objects():
+            # Dynamo, if it has run, leaves tensors without storage behind.
+            if type(t) in (Tensor, nn.Parameter) and torch._C._has_storage(t) and t.device.type == "cpu":
+                with contextlib.suppress(RuntimeError):
+                    found[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return found
 
     before = storages()
     y = sequence(x)
@@ -142,10 +149,14 @@ class TestSavedBytes:
 
 
 PEAK = """
-import resource, sys
+import re, sys
+from pathlib import Path
 import torch
 from torch import nn
 from revode import Leapfrog, ReversibleSequence, SymmetricField
+
+def peak():  # not ru_maxrss, which begins at the peak of the process that started this one
+    return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 
 torch.set_num_threads(1)
 backprop, num_blocks, kind = sys.argv[1], int(sys.argv[2]), sys.argv[3]
@@ -161,9 +172,9 @@ make = Gain if kind == "module" else (lambda: SymmetricField(8, kernel_size=1))
 sequence = ReversibleSequence([make() for _ in range(num_blocks)], Leapfrog(h=0.01), backprop=backprop)
 x = torch.randn(4, 8, 64, 64)
 ReversibleSequence([make() for _ in range(2)], Leapfrog(h=0.01), backprop="store")(x).sum().backward()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = peak()
 sequence(x).sum().backward()
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+print(peak() - before)
 """
 
 
@@ -174,14 +185,14 @@ def process_peak(backprop: str, num_blocks: int, kind: str) -> float:
     return int(done.stdout) / 1024
 
 
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of a process is read from Linux's /proc")
 @pytest.mark.parametrize("kind", ["module", "field"])
 def test_the_peak_of_a_process_agrees(kind: str) -> None:
-    shallow, deep = (
-        process_peak("reversible", 10, kind),
-        process_peak("reversible", 1000 if kind == "module" else 300, kind),
-    )
+    num_blocks = 1000 if kind == "module" else 300
+    shallow, deep = process_peak("reversible", 10, kind), process_peak("reversible", num_blocks, kind)
     stored = process_peak("store", 60, kind)
-    assert deep - shallow < 10.0
+    # A state is half a megabyte; what is written down about a branch (its mode, its random streams) is a few kilobytes.
+    assert deep - shallow < 0.03 * num_blocks
     assert stored > 50.0
 
 
