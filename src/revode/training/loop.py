@@ -6,6 +6,7 @@ A run is a pure function of its configuration and its thread count: stopped anyw
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -69,7 +70,15 @@ def train(
                 return source.result
             if overwrite and group.leads:
                 remove_run(folder)
-            watchers = [*make_monitors(source.config.record), *monitors]
+            if (
+                group.world_size > 1
+                and job.config.execution.parallel == "fsdp"
+                and (job.config.record.monitor or monitors)
+            ):
+                raise ValueError(
+                    "monitors look at whole weights, which --parallel fsdp never has; use ddp, or no monitor"
+                )
+            watchers = [*make_monitors(job), *monitors]
             return _Run(job, folder, source, interruption, watchers).train()
 
 
@@ -243,14 +252,13 @@ class _Run:
 
     @contextlib.contextmanager
     def _measuring_memory(self) -> Iterator[None]:
-        """Count activations on the first update. (A compiled network keeps what it likes: take the plan's number.)"""
-        position = self.position
+        """Count activations on the first update; where hooks cannot see them (compiled, sharded), take the plan's number."""
+        position, execution = self.position, self.job.config.execution
         if position.peak_activation_bytes:
             yield
-        elif self.job.config.execution.compile:
-            position.peak_activation_bytes = max(
-                1, self.plan["activation_bytes"][self.plan["strategy"]] if self.plan else 1
-            )
+        elif execution.compile or (execution.parallel == "fsdp" and self.group.world_size > 1):
+            planned = self.plan["activation_bytes"][self.plan["strategy"]] if self.plan else 1
+            position.peak_activation_bytes = max(1, planned)
             yield
         else:
             with PeakActivations(self.job.model.parameters()) as peak:
@@ -331,7 +339,8 @@ class _Run:
             with torch.random.fork_rng(devices):
                 values = monitor.on_step(self.job.model, self.position.step)
             if values:
-                self._write(kind="monitor", **{name: float(value) for name, value in values.items()})
+                numbers = {name: float(value) for name, value in values.items()}
+                self._write(kind="monitor", **{n: x if math.isfinite(x) else None for n, x in numbers.items()})
 
     def _save(self, name: str = LAST) -> None:
         """Write a checkpoint; the one before it stays as ``previous.ckpt``."""

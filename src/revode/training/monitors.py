@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
+import torch
 from torch import nn
 
-from revode.training.config import RecordConfig
+from revode.data import standardise
+from revode.training.job import Job
+
+_NUM_IMAGES = 4
 
 
 class Monitor(Protocol):
@@ -21,12 +25,11 @@ class Monitor(Protocol):
         ...
 
 
-def make_monitors(config: RecordConfig) -> list[Monitor]:
-    """The monitors that ``--monitor`` names."""
-    if not config.monitor:
+def make_monitors(job: Job) -> list[Monitor]:
+    """The monitor that ``--monitor`` asks for, on the first training images without augmentation."""
+    if not job.config.record.monitor:
         return []
-    try:
-        from revode.stability import StabilityMonitor  # pyright: ignore[reportAttributeAccessIssue]
-    except ImportError as error:
-        raise ValueError(f"--monitor cannot be used here ({error}); leave it out") from error
-    return [StabilityMonitor()]
+    from revode.stability import StabilityMonitor
+
+    images = job.train_split.take(torch.arange(_NUM_IMAGES)).images
+    return [StabilityMonitor(standardise(images, job.dataset), num_images=_NUM_IMAGES)]
