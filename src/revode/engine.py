@@ -153,7 +153,7 @@ class ReversibleSequence(nn.Module):
             num_stored, (p, q) = self._store_within_budget(chain, p, q, self.memory_budget)
         else:
             num_stored = 0
-        length = self._segment_length()
+        length = self.segment_length()
         separate = self.grid is not None and length < total - num_stored
         for start in range(num_stored, total, length):
             p, q = ReversibleSegment(chain, start, min(start + length, total), separate or num_stored > 0).run(p, q)
@@ -209,8 +209,8 @@ class ReversibleSequence(nn.Module):
         self._num_stored[kind] = index
         return index, (p, q)
 
-    def _segment_length(self) -> int:
-        """Branches in a reversible segment."""
+    def segment_length(self) -> int:
+        """How many branches a reversible segment holds: all, or as many as lie between two anchors."""
         if self.backprop == "checkpoint":
             return 1
         if self.anchor_every is not None:

@@ -193,7 +193,7 @@ def _measure(module: nn.Module, inputs: list[Any], num_kept: int = 0) -> tuple[B
 
 def _segment_length(body: ReversibleSequence) -> int:
     """Branches between two pairs that the reversible strategy keeps."""
-    return body._segment_length() if body.backprop == "reversible" else len(body.fields)
+    return body.segment_length() if body.backprop == "reversible" else len(body.fields)
 
 
 def _call(module: nn.Module, x: Features) -> Features:
