@@ -1,0 +1,89 @@
+"""Timing, the floor of a step, peak memory and the profile measure what they say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from revode.benchmarks import profile, roofline
+from revode.benchmarks.cases import Case
+from revode.benchmarks.footprint import Footprints
+from revode.benchmarks.methods import METHODS
+from revode.benchmarks.timing import Spread, interleave
+from revode.benchmarks.workloads import Workload
+
+
+def test_spread_is_median_and_quartiles() -> None:
+    assert Spread.of([3.0]) == Spread(3.0, 3.0, 3.0)
+    assert Spread.of([5.0, 1.0, 2.0, 4.0, 3.0]) == Spread(3.0, 2.0, 4.0)
+
+
+def test_repetitions_are_interleaved_in_turning_order() -> None:
+    seen: list[str] = []
+    seconds = interleave({name: lambda name=name: seen.append(name) for name in "abc"}, repeats=3)
+    assert "".join(seen) == "abcbcacab"
+    assert {len(values) for values in seconds.values()} == {3}
+
+
+def test_budget_bounds_repetitions_but_not_below_the_fewest() -> None:
+    calls: list[int] = []
+    interleave({"a": lambda: calls.append(torch.randn(300, 300).mm(torch.randn(300, 300)).numel())}, None, 1e-9, 2)
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize(("name", "evaluations"), [("store", 3), ("revode", 4)])
+def test_recorder_counts_the_convolutions_of_a_step(name: str, evaluations: int, tiny_stage: Workload) -> None:
+    calls, _ = roofline.record(Case(tiny_stage, METHODS[name]))
+    forward = sum(count for call, count in calls.items() if "backward" not in str(call[0]))
+    backward = sum(count for call, count in calls.items() if "backward" in str(call[0]))
+    branches = 2 * tiny_stage.options["depth"]
+    assert backward == 2 * branches
+    assert forward == 2 * branches * (evaluations - 2)
+
+
+def test_recorded_calls_can_be_replayed(tiny: Workload) -> None:
+    calls, saved = roofline.record(Case(tiny, METHODS["revode"]))
+    assert calls
+    assert saved > 0
+    for call in calls:
+        roofline.replay(call)()
+    assert roofline.floor(calls, dict.fromkeys(calls, 1.0)) == sum(calls.values())
+
+
+def test_peak_of_a_fresh_process_grows_with_the_batch_and_falls_with_the_method() -> None:
+    stage = Workload(name="s", title="", kind="stage", batch=32, options={"channels": 16, "size": 32, "depth": 16})
+    with Footprints() as footprints:
+        store = footprints.peak_bytes(stage, "store", 1)
+        revode = footprints.peak_bytes(stage, "revode", 1)
+        with pytest.raises(RuntimeError, match="no-such-method"):
+            footprints.peak_bytes(stage, "no-such-method", 1)
+        assert footprints.peak_bytes(stage.with_batch(1), "revode", 1) < revode  # and it still answers
+    state = 4 * 32 * 8 * 32 * 32
+    assert store > 64 * state
+    assert revode < store / 3
+
+
+@pytest.mark.parametrize(
+    ("operation", "kind"),
+    [
+        ("aten::mkldnn_convolution", "convolutions"),
+        ("aten::convolution_backward", "convolutions"),
+        ("aten::addmm", "matrix products"),
+        ("aten::empty_strided", "allocation"),
+        ("aten::_to_copy", "copies"),
+        ("aten::sum", "reductions"),
+        ("aten::as_strided", "views"),
+        ("aten::threshold_backward", "pointwise"),
+        ("aten::add_", "pointwise"),
+    ],
+)
+def test_operations_are_sorted_by_kind(operation: str, kind: str) -> None:
+    assert profile.kind_of(operation) == kind
+
+
+def test_profile_adds_up_and_fits_the_screen(tiny_stage: Workload) -> None:
+    case = Case(tiny_stage, METHODS["revode"])
+    seconds, shares = profile.profile_step(case, repeats=1)
+    assert sum(share.seconds for share in shares) == pytest.approx(seconds)
+    assert {"convolutions", "pointwise", profile.REST} <= {share.kind for share in shares}
+    assert max(map(len, profile.text(case, seconds, shares).splitlines())) <= 80
