@@ -1,0 +1,67 @@
+"""``revode reproduce ITEM``: regenerate a table or figure of the paper, with its numbers beside ours."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from revode.experiments.catalogue import BUDGETS, ITEMS
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What to reproduce, how much of it, and where the files go."""
+    items = "\n".join(f"{name:<17} {text}" for name, (_, text) in ITEMS.items())
+    budgets = "\n".join(f"{name:<6} {text}" for name, text in BUDGETS.items())
+    parser.epilog = (
+        "examples: revode reproduce memory --budget smoke\n"
+        "          revode reproduce table-1 --budget cpu --dry-run\n"
+        "          revode reproduce fig-cifar-subset --budget cpu --seeds 3 --data-root data\n"
+        "The same command goes on where it was stopped.\n"
+        "exit codes: 0 done, 2 bad input, 3 a training diverged or a measurement failed,\n"
+        "            130/143 stopped by a signal and resumable"
+    )
+    parser.add_argument("item", metavar="ITEM", help=items)
+    parser.add_argument("--budget", choices=BUDGETS, default="smoke", help=f"{budgets}\ndefault: smoke")
+    parser.add_argument("--seeds", type=int, metavar="N", help="train with seeds 0 .. N-1; default: the item's own")
+    parser.add_argument(
+        "--data-root", metavar="DIR", help="folder of the data sets; default as in `revode data --help`"
+    )
+    parser.add_argument("--out", metavar="DIR", help="where table, figures and JSON go; default results/ITEM-BUDGET")
+    parser.add_argument("--runs", metavar="DIR", help="where the tasks' directories lie; default runs/reproduce")
+    parser.add_argument("--threads", type=int, default=0, metavar="N", help="CPU threads; 0 leaves torch's choice")
+    parser.add_argument("--dry-run", action="store_true", help="only list the tasks, with estimates of their time")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Complete the item's tasks; 0 when all are done, 3 if one failed, 130 or 143 when a signal stopped it."""
+    import torch
+
+    from revode.experiments.catalogue import find_item
+    from revode.experiments.estimates import listing
+    from revode.experiments.reproduction import make_scope, reproduce
+    from revode.experiments.task import HOME, Place
+    from revode.training.interruption import Interrupted
+
+    if args.threads < 0:
+        raise ValueError(f"--threads is {args.threads}; expected at least 0")
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    item, scope = find_item(args.item), make_scope(args.budget, args.seeds, args.data_root)
+    place = Place(Path(args.runs) if args.runs else HOME, args.data_root, args.threads)
+    if args.dry_run:
+        print(f"{item.title}\n{item.budget_note(scope)}")
+        print("\n".join(listing(item.tasks(scope), place)))
+        return 0
+    try:
+        found = reproduce(item, scope, place, Path(args.out) if args.out else None)
+    except Interrupted as error:
+        print(f"{error}; the same command goes on from there", flush=True)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("stopped between trainings; the same command goes on from there", flush=True)
+        return 130
+    for path in found.files:
+        print(f"  {path}")
+    for title, problem in found.problems.items():
+        print(f"{title}: {problem}")
+    return 3 if found.problems else 0

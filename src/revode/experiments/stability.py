@@ -1,0 +1,146 @@
+"""The theory's claims, measured on the networks as they are initialised."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from revode.experiments import charts
+from revode.experiments.accuracies import ABSENT
+from revode.experiments.item import Chart, Findings, Item, Outcome, Scope, Table
+from revode.experiments.task import Measurement, Place, Task
+
+NETWORKS = {
+    "smoke": ("hamiltonian-74", "revnet-38"),
+    "cpu": ("hamiltonian-74", "hamiltonian-1layer-74", "midpoint-26", "leapfrog-26", "revnet-38"),
+    "paper": ("hamiltonian-218", "hamiltonian-1layer-74", "midpoint-62", "leapfrog-62", "revnet-110"),
+}
+CLAIMS = {
+    "hamiltonian": "Re λ = 0: stable",
+    "hamiltonian-1layer": "Re λ = 0: stable",
+    "midpoint": "Re λ = 0: stable",
+    "leapfrog": "Re λ = 0: stable",
+    "revnet": "stability not guaranteed",
+}
+_TINY: dict[str, Any] = {"blocks": [2, 2], "channels": [4, 8]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StabilityAnalysis(Measurement):
+    """Everything the stability lab says about a network with initial weights."""
+
+    model: str
+    dataset: str
+    num_images: int
+    seed: int = 0
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        return f"stability of {self.model} on {self.dataset}, seed {self.seed}"
+
+    def identity(self) -> dict[str, Any]:
+        return {"model": self.model, "dataset": self.dataset, "num_images": self.num_images, "seed": self.seed,
+                "options": self.options}  # fmt: skip
+
+    def flops(self) -> float:
+        from revode.experiments.estimates import forward_flops
+
+        return 300 * self.num_images * forward_flops(self.model, self.dataset, self.options)
+
+    def measure(self, place: Place) -> dict[str, Any]:
+        from revode import create_model, data
+        from revode.stability import analyze
+        from revode.stability.figures import growth_over_depth
+
+        dataset = data.load(self.dataset, place.data_root)
+        batch = dataset.split("test").take(torch.arange(self.num_images))
+        size = {"num_classes": dataset.num_classes, "in_channels": dataset.channels, "image_size": dataset.image_size}
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            model = create_model(self.model, **size, **self.options)
+        found = analyze(model, data.standardise(batch.images, dataset), batch.labels, seed=self.seed)
+        depths, growth = growth_over_depth(found.lyapunov)
+        values = torch.cat(list(found.spectra.values()))
+        wanted = (
+            "layers", "perturbation_growth", "lyapunov_exponents", "step_usage", "max_real_part", "spectral_radius",
+            "axis_distance", "signal_growth", "gradient_growth",
+        )  # fmt: skip
+        numbers = found.to_dict()
+        return {
+            **{name: numbers[name] for name in wanted},
+            "family": model.config.family,
+            "reconstruction_error": max(max(profile) for profile in found.profiles),
+            "eigenvalues": [values.real.tolist(), values.imag.tolist()],
+            "growth_over_depth": [list(depths), growth[:, 0].tolist()],
+        }
+
+
+def tasks(scope: Scope) -> list[Task]:
+    """One analysis for each family and seed."""
+    smoke = scope.budget == "smoke"
+    shared: dict[str, Any] = {"dataset": "digits", "num_images": 2, "options": _TINY} if smoke else {}
+    shared = shared or {"dataset": "cifar10", "num_images": 16}
+    names = NETWORKS[scope.budget]
+    return [StabilityAnalysis(model=name, seed=seed, **shared) for name in names for seed in scope.seeds()]
+
+
+def budget_note(scope: Scope) -> str:
+    """What the numbers are."""
+    if scope.budget == "smoke":
+        return "Smoke budget: networks of a few channels on two digits. The numbers mean little."
+    return "Networks with initial weights on 16 CIFAR-10 images. Nothing is trained."
+
+
+def findings(scope: Scope, outcomes: list[Outcome]) -> Findings:
+    """The claims beside what is measured; eigenvalues, growth, and the map of the linear RevNet."""
+    header = [
+        "network",
+        "layers",
+        "paper's theory",
+        "largest Re λ",
+        "max abs Re λ / max abs λ",
+        "h in use, of its bound",
+    ]
+    header += [
+        "growth of perturbations",
+        "growth of the signal",
+        "growth of the gradient",
+        "reconstruction error, float32",
+    ]
+    rows, clouds, curves = [], {}, {}
+    for task, result in ((outcome.task, outcome.result) for outcome in outcomes):
+        usage = ABSENT if result["step_usage"] is None else f"{result['step_usage']:.0%}"
+        name = task.model if task.seed == 0 else f"{task.model}, seed {task.seed}"
+        row = [name, str(result["layers"]), CLAIMS[result["family"]]]
+        row += [f"{result['max_real_part']:.2g}", f"{result['axis_distance']:.1e}", usage]
+        growths = ("perturbation_growth", "signal_growth", "gradient_growth")
+        row += [ABSENT if result[key] is None else f"{result[key]:.3g}" for key in growths]
+        rows.append([*row, f"{result['reconstruction_error']:.1e}"])
+        clouds[name], curves[name] = tuple(result["eigenvalues"]), tuple(result["growth_over_depth"])
+    found = [
+        Chart(charts.eigenvalues(clouds), "Eigenvalues of the frozen ODE on a patch of the state, all units.", "spectra"),
+        Chart(charts.lines(curves, "depth, blocks", "growth of a perturbation, factor", log_y=True),
+              "Growth of the fastest-growing perturbation inside the units, over depth.", "growth"),
+        _linear_revnet(),
+    ]  # fmt: skip
+    remark = (
+        "The paper's argument freezes the coefficients: imaginary eigenvalues at one depth do not bound the growth over many. "
+        "The growth of perturbations is measured along the whole network."
+    )
+    return Findings([Table(header, rows)], found, [remark])
+
+
+def _linear_revnet() -> Chart:
+    """The paper's example of a RevNet that is not stable, over both its factors."""
+    from revode.stability import linear_revnet
+    from revode.stability.figures import linear_revnet_map
+
+    ticks = torch.linspace(-3.0, 3.0, 49)
+    text = "Growth of a linear RevNet, F(z) = βz and G(y) = αy, in a block: it is stable only between the white lines."
+    return Chart(linear_revnet_map(linear_revnet(ticks, ticks, num_steps=8)), text, "linear-revnet")
+
+
+ITEM = Item("stability", "Stability: theory and measurement", tasks, budget_note, findings)

@@ -1,0 +1,104 @@
+"""A task: one piece of work with a directory of its own, done once and found again by what it is."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from revode.training.environment import commit, machine, versions
+from revode.training.runs import RESULT, locked, read_json, write_json
+
+HOME = Path("runs") / "reproduce"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where and how tasks are done; nothing here changes what they find, but for the last bits.
+
+    Attributes:
+        home: The directory of the tasks' directories.
+        data_root: Folder of the data sets.
+        threads: CPU threads; 0 leaves torch's choice.
+    """
+
+    home: Path = HOME
+    data_root: str | None = None
+    threads: int = 0
+
+    def folder(self, task: Task) -> Path:
+        """The directory of a task: its name for people, and a digest of all that decides its result."""
+        return self.home / f"{task.slug}-{task.digest}"
+
+    def finished(self, task: Task) -> dict[str, Any] | None:
+        """The result of a task that was done before."""
+        return read_json(self.folder(task) / RESULT)
+
+
+class TaskFailed(RuntimeError):
+    """A task that could not be done here, for instance for want of memory; the others can."""
+
+
+class Task(ABC):
+    """What all tasks can say."""
+
+    @property
+    @abstractmethod
+    def title(self) -> str:
+        """The task in a few words."""
+
+    @abstractmethod
+    def identity(self) -> dict[str, Any]:
+        """All that decides the result, as plain values: tasks of equal identity are the same task."""
+
+    @abstractmethod
+    def flops(self) -> float:
+        """Floating-point operations it takes, roughly."""
+
+    @abstractmethod
+    def execute(self, place: Place) -> dict[str, Any]:
+        """Do it in its directory, from where it stopped if that can be, and return its result."""
+
+    @property
+    def slug(self) -> str:
+        """The title as part of a file's name."""
+        return re.sub(r"[^a-z0-9.]+", "-", self.title.lower()).strip("-")
+
+    @property
+    def digest(self) -> str:
+        """Eight hexadecimal digits of the identity."""
+        text = json.dumps([type(self).__name__, self.identity()], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+    def complete(self, place: Place) -> dict[str, Any]:
+        """The result, found or made."""
+        return place.finished(self) or self.execute(place)
+
+
+class Measurement(Task):
+    """A task that is short enough to start anew when it was stopped."""
+
+    @abstractmethod
+    def measure(self, place: Place) -> dict[str, Any]:
+        """The numbers, as plain values."""
+
+    def execute(self, place: Place) -> dict[str, Any]:
+        """Measure under the directory's lock, and keep the numbers with what they depend on."""
+        folder = place.folder(self)
+        with locked(folder):
+            found = place.finished(self)  # another process may have been quicker
+            if found is not None:
+                return found
+            started = time.perf_counter()
+            numbers = self.measure(place)
+            environment = {"machine": machine(torch.device("cpu")), "versions": versions(), "commit": commit()}
+            result = {**numbers, "seconds": round(time.perf_counter() - started, 3), **environment}
+            write_json(folder / RESULT, result)
+            return result

@@ -1,0 +1,148 @@
+"""The files of an item: Markdown for people, JSON for programs, SVG; each says how it was made."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from revode.experiments.charts import standalone
+from revode.experiments.item import Findings, Item, Outcome, Scope, Table
+from revode.experiments.training_run import TrainingRun
+from revode.training.checkpoint import write_atomically
+from revode.training.planning import human_time
+from revode.training.runs import write_json
+
+_LEFT_OUT = ("confusion", "plan", "test_accuracy", "test_loss", "validation_accuracy")
+"""Entries of a training's result that belong to its own directory; its accuracy is given as `TrainingRun.score`."""
+
+
+def command(item: Item, scope: Scope) -> str:
+    """The command that makes these files; where data lie is the reader's own."""
+    seeds = "" if scope.num_seeds is None else f" --seeds {scope.num_seeds}"
+    return f"revode reproduce {item.name} --budget {scope.budget}{seeds}"
+
+
+def write_findings(
+    item: Item, scope: Scope, outcomes: list[Outcome], problems: dict[str, str], num_tasks: int, out: Path
+) -> list[Path]:
+    """Write everything into `out`; returns the files' paths.
+
+    Args:
+        item: What was done.
+        scope: How.
+        outcomes: The finished tasks.
+        problems: Title of a task that found no result -> why.
+        num_tasks: Tasks in all.
+        out: The directory; made if absent.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"cannot write to {out} ({error.strerror}); give another --out") from error
+    findings = item.findings(scope, outcomes)
+    origin = provenance(item, scope, outcomes, num_tasks)
+    files = []
+    for chart in findings.charts:
+        path = out / f"{item.name}{'-' if chart.name else ''}{chart.name}.svg"
+        write_atomically(path, standalone(chart.markup))
+        files.append(path)
+    page = out / f"{item.name}.md"
+    write_atomically(page, markdown(item, scope, findings, origin, problems))
+    numbers = out / f"{item.name}.json"
+    tasks = [_entry(outcome) for outcome in outcomes]
+    note = item.budget_note(scope)
+    write_json(numbers, {**origin, "note": note, **findings.numbers, "problems": problems, "tasks": tasks})
+    return [page, numbers, *files]
+
+
+def _entry(outcome: Outcome) -> dict[str, Any]:
+    """A task and its result, without what only its own directory needs."""
+    task = outcome.task
+    result = {name: value for name, value in outcome.result.items() if name not in _LEFT_OUT}
+    if isinstance(task, TrainingRun):
+        result = {"score": task.score(outcome.result), **result}
+    return {"title": task.title, "kind": type(task).__name__, "settings": task.identity(), "result": result}
+
+
+def provenance(item: Item, scope: Scope, outcomes: Sequence[Outcome], num_tasks: int) -> dict[str, Any]:
+    """What the numbers depend on: command, seeds, time, versions, hardware."""
+    results = [outcome.result for outcome in outcomes]
+    seeds = sorted({outcome.task.seed for outcome in outcomes if hasattr(outcome.task, "seed")})
+    return {
+        "item": item.name,
+        "budget": scope.budget,
+        "command": command(item, scope),
+        "finished": len(outcomes),
+        "of": num_tasks,
+        "seeds": seeds,
+        "seconds": round(sum(result["seconds"] for result in results), 1),
+        "versions": _distinct(result["versions"] for result in results),
+        "machines": _distinct(result["machine"] for result in results),
+        "processor": processor(),
+        "commits": sorted({str(result["commit"]) for result in results if result["commit"]}),
+        "written": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+    }
+
+
+def _distinct(values: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    found = {json.dumps(value, sort_keys=True): value for value in values}
+    return list(found.values())
+
+
+def processor() -> str:
+    """The CPU's name and the memory, as far as the system tells."""
+    name, memory = "", ""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                name = line.partition(":")[2].strip()
+                break
+        pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+        memory = f"{pages * size / 1e9:.0f} GB of memory"
+    except (OSError, ValueError):
+        pass
+    return ", ".join(part for part in (name, memory) if part) or "unknown"
+
+
+def markdown(item: Item, scope: Scope, findings: Findings, origin: dict[str, Any], problems: dict[str, str]) -> str:
+    """The page."""
+    parts = [f"# {item.title}", f"**{item.budget_note(scope)}**"]
+    if origin["finished"] < origin["of"]:
+        parts.append(f"Incomplete: {origin['finished']} of {origin['of']} tasks are finished.")
+    parts += [table_lines(table) for table in findings.tables]
+    for chart in findings.charts:
+        name = f"{item.name}{'-' if chart.name else ''}{chart.name}.svg"
+        parts.append(f"![{chart.caption}]({name})\n\n{chart.caption}")
+    parts += findings.remarks
+    parts += [f"{title}: {problem}" for title, problem in problems.items()]
+    return "\n\n".join([*parts, *_origin_lines(origin)]) + "\n"
+
+
+def table_lines(table: Table) -> str:
+    """A table in Markdown."""
+    rows = [table.header, ["---"] * len(table.header), *table.rows]
+    text = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
+    return f"{table.caption}\n\n{text}" if table.caption else text
+
+
+def _origin_lines(origin: dict[str, Any]) -> list[str]:
+    hardware = "; ".join(
+        f"{m['system']}, {m['cores']} cores, threads: {m['threads']}, {m.get('gpu', m['device'])}"
+        for m in origin["machines"]
+    )
+    software = "; ".join(", ".join(f"{name} {number}" for name, number in v.items()) for v in origin["versions"])
+    facts = {
+        "command": f"`{origin['command']}`",
+        "tasks": f"{origin['finished']} of {origin['of']} finished",
+        "seeds": ", ".join(map(str, origin["seeds"])) or "0",
+        "time": f"{human_time(origin['seconds'])} in all tasks",
+        "hardware": f"{origin['processor']}; {hardware}",
+        "versions": software,
+        "commit": ", ".join(origin["commits"]) or "not from a repository",
+        "written": origin["written"],
+    }
+    return ["## How it was made", "\n".join(f"- {name}: {fact}" for name, fact in facts.items())]
