@@ -102,7 +102,10 @@ def _signal(model: nn.Module, images: Tensor) -> tuple[Course, str | None]:
         return lambda module, inputs: course.append((name, look(name, "input", inputs[0] if inputs else None)))
 
     def after(name: str) -> Any:
-        return lambda module, inputs, output: look(name, "output", output) and None
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:  # a hook's value would replace the output
+            look(name, "output", output)
+
+        return hook
 
     for name, module in places(model):
         module.register_forward_pre_hook(before(name))

@@ -160,13 +160,16 @@ def use_strategy(model: nn.Module, strategy: str) -> None:
 
 
 def _extrapolate(model: nn.Module, step: Callable[[int], None], num_images: int) -> int:
-    """Peak bytes at `num_images`, from their peaks at one and two images: activations grow linearly with the batch."""
+    """Peak bytes at `num_images`, from their peaks at two and three images: activations grow linearly with the batch.
+
+    (Batch norm over a single pixel cannot train on one image.)
+    """
     peaks = []
-    for count in (1, min(2, num_images)):
+    for count in (2, 3) if num_images > 3 else (num_images,):
         with PeakActivations(model.parameters()) as peak:
             step(count)
         peaks.append(peak.num_bytes)
-    return peaks[0] + (peaks[1] - peaks[0]) * (num_images - 1)
+    return peaks[0] + (peaks[-1] - peaks[0]) * (num_images - 2)
 
 
 def _seconds(action: Callable[[], None], device: torch.device) -> float:
