@@ -12,6 +12,7 @@ from revode.benchmarks import peers
 from revode.benchmarks.bars import BARS, verdicts
 from revode.benchmarks.run import SUMMARY, Row
 from revode.benchmarks.table import text
+from revode.benchmarks.workloads import Workload
 from revode.cli import main
 
 SMALL = ["bench", "--workload", "stage-8x8", "--batch", "1", "--repeats", "1", "--threads", "1"]
@@ -68,6 +69,23 @@ def test_rows_have_the_promised_columns_and_no_null(
     for found in json.loads((tmp_path / "benchmarks.json").read_text())["rows"]:
         assert found["seconds_low"] <= found["seconds"] <= found["seconds_high"]
         assert found["roofline"] > 0
+
+
+def test_a_failing_workload_costs_its_own_rows_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measure(workload: Workload, *rest: object) -> list[Row]:
+        if workload.name == "stage-8x8":
+            raise ValueError("a state left the grid")
+        return [row(workload.name, "store", 1.0)]
+
+    monkeypatch.setattr("revode.benchmarks.run.measure", measure)
+    monkeypatch.setattr("revode.benchmarks.footprint.Footprints.__enter__", lambda self: self)
+    monkeypatch.setattr("revode.benchmarks.footprint.Footprints.__exit__", lambda self, *exception: None)
+    assert main([*SMALL, "--workload", "momentum-8", "--json"]) == 1
+    output = capsys.readouterr()
+    assert [found["workload"] for found in json.loads(output.out)] == ["momentum-8"]
+    assert "stage-8x8 failed and has no rows: a state left the grid" in output.err
 
 
 def test_table_fits_the_screen_without_colour() -> None:

@@ -77,7 +77,7 @@ def _trade(rows: Sequence[Row]) -> Any:
     for mark, row in zip(MARKS[1:], others, strict=False):
         spread = [[(row.seconds - row.seconds_low) * 1e3], [(row.seconds_high - row.seconds) * 1e3]]
         axes.errorbar(row.saved_bytes / 1e6, row.seconds * 1e3, spread, fmt=mark, markersize=6, label=row.method)
-    axes.set(xlabel="kept for backward (MB)", ylabel="step (ms)", title="hamiltonian-74, batch 100")
+    axes.set(xlabel="kept for backward (MB)", ylabel="step (ms)", title=f"hamiltonian-74, batch {found[0].batch}")
     axes.legend(fontsize="small")
     return figure
 

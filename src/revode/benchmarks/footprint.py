@@ -5,7 +5,7 @@ measurement has a process of its own without the seconds of an import. Nothing m
 of OpenMP do not survive it.
 
 In the child, a step of one sample comes first: it loads code, fills caches and makes room for gradients. The peak of the
-real step above what is resident then is the footprint.
+real step above what is resident then is the footprint; what the allocator keeps of that one sample is missing from it.
 """
 
 from __future__ import annotations

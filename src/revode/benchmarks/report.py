@@ -15,7 +15,7 @@ from revode.benchmarks.workloads import DEPTHS, WORKLOADS
 
 COMMAND = "make bench-docs"
 CAPTIONS = {
-    "memory-over-depth": "Bytes kept for backward over depth, 32 channels at 16x16, batch 16; peers are points.",
+    "memory-over-depth": "Bytes kept for backward over depth, 32 channels at 16x16; peers are points.",
     "time-over-memory": "Time of a step over bytes kept; the line is revode with rising `memory_budget`.",
 }
 _INTRODUCTION = """# Benchmarks

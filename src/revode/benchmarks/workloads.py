@@ -101,8 +101,12 @@ def _symmetric(channels: int, h: float, **options: Any) -> SymmetricField:
 
 
 def stage(channels: int, size: int, depth: int) -> Subject:
-    """Blocks of a Hamiltonian unit as additive couplings, which every peer can run without a further operation."""
-    fields: list[nn.Module] = [_symmetric(channels // 2, H, leading=True) for _ in range(2 * depth)]
+    """Blocks of a Hamiltonian unit as additive couplings, which every peer can run without a further operation.
+
+    Couplings that only add grow the state with the time h * depth, so that is bounded by 1.
+    """
+    h = min(H, 1 / depth)
+    fields: list[nn.Module] = [_symmetric(channels // 2, h, leading=True) for _ in range(2 * depth)]
     return _sequence(fields, AdditiveCoupling(), (channels, size, size))
 
 

@@ -58,13 +58,13 @@ def run(args: argparse.Namespace) -> int:
     from revode.benchmarks.report import read, write
     from revode.benchmarks.table import text
 
-    start = time.monotonic()
+    start, failed = time.monotonic(), False
     if args.rows:
         rows, facts = read(Path(args.rows))
     else:
         settings = _settings(args)
         facts = conditions(settings)
-        rows = _measure(_plan(args), settings)
+        rows, failed = _measure(_plan(args), settings)
     if args.json:
         print(json.dumps([row.summary() for row in rows], indent=1))
     elif rows:
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
             print(path, file=sys.stderr)
     if not args.rows:
         _note(f"{len(rows)} rows in {time.monotonic() - start:.0f} s")
-    return 0
+    return int(failed)
 
 
 def _settings(args: argparse.Namespace) -> Any:
@@ -120,16 +120,22 @@ def _say_absent(methods: Any) -> None:
         _note(f"not installed, so without rows: {', '.join(absent)} (make bench sets them up)")
 
 
-def _measure(plan: list[tuple[Any, list[Any]]], settings: Any) -> list[Any]:
+def _measure(plan: list[tuple[Any, list[Any]]], settings: Any) -> tuple[list[Any], bool]:
+    """Rows, and whether a workload failed: that costs its own rows, not those of the others."""
     from revode.benchmarks.footprint import Footprints
     from revode.benchmarks.run import measure
 
     rows: list[Any] = []
+    failed = False
     with Footprints() as footprints:
         for workload, methods in plan:
             _note(f"measuring {workload.name}")
-            rows.extend(measure(workload, methods, settings, footprints))
-    return rows
+            try:
+                rows.extend(measure(workload, methods, settings, footprints))
+            except (RuntimeError, ValueError) as error:
+                failed = True
+                _note(f"{workload.name} failed and has no rows: {error}")
+    return rows, failed
 
 
 def _profile(args: argparse.Namespace) -> int:
