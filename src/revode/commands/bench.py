@@ -34,13 +34,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--layout", default="contiguous", metavar="NAME", help="of the input: contiguous (default) or channels_last"
     )
-    parser.add_argument("--compile", action="store_true", help="add revode-compiled on the stage workloads (slow)")
+    parser.add_argument("--compile", action="store_true", help="add revode-compiled on all stage workloads (slow)")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON and nothing else")
     parser.add_argument("--out", metavar="DIR", help="write benchmarks.json and the figures there")
     parser.add_argument(
         "--markdown",
         action="store_true",
-        help="with --out: write benchmarks.md, too, and measure what it needs:\nmemory budgets and compiled stages",
+        help="with --out: write benchmarks.md, too, and measure what it needs:\nmemory budgets and one compiled stage",
     )
     parser.add_argument("--rows", metavar="FILE", help="show or write the rows of a benchmarks.json; measure nothing")
     parser.add_argument("--profile", metavar="WORKLOAD", help="where the time of a step goes (of --method, or revode)")
@@ -107,7 +107,8 @@ def _extra(args: argparse.Namespace, workload: Any) -> list[str]:
     from revode.benchmarks import methods, workloads
 
     found = []
-    if (args.compile or args.markdown) and workload.name in workloads.STAGES:
+    compiled = workloads.STAGES if args.compile else workloads.STAGES[:1] if args.markdown else ()
+    if workload.name in compiled:
         found.append("revode-compiled")
     if args.markdown and workload.name == "hamiltonian-74":
         found += [method.name for method in methods.METHODS.values() if method.budget is not None]
