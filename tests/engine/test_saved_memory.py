@@ -89,8 +89,9 @@ class TestSavedBytes:
         sequences = {n: sequence_of(name, IMAGE_BRANCHES[branch], n) for n in (10, 80)}
         at = {n: saved_bytes(sequence, x) for n, sequence in sequences.items()}
         assert_constant(at[10], at[80])
-        live = {n: live_bytes(sequence, x) for n, sequence in sequences.items()}
-        assert live[80] <= 1.05 * live[10] + 8 * 80 * (3 if branch == "conv_norm_relu" else 0)
+        if name == "leapfrog":
+            live = {n: live_bytes(sequence, x) for n, sequence in sequences.items()}
+            assert live[80] <= 1.05 * live[10] + 8 * 80 * (3 if branch == "conv_norm_relu" else 0)
 
     def test_a_keyword_argument_is_kept_once(self) -> None:
         x, condition = torch.randn(2, 4), torch.randn(2, 4)
@@ -132,14 +133,14 @@ class TestSavedBytes:
         )
 
     def test_random_branches_keep_a_few_kilobytes_each(self) -> None:
-        x = torch.randn(64, 32, 16)
+        x = torch.randn(16, 16, 16)
         sequences = {
-            n: ReversibleSequence([Perceptron(8) for _ in range(n)], AdditiveCoupling(), split_dim=-1) for n in (4, 40)
+            n: ReversibleSequence([Perceptron(8) for _ in range(n)], AdditiveCoupling(), split_dim=-1) for n in (4, 20)
         }
         at = {n: saved_bytes(sequence, x) for n, sequence in sequences.items()}
-        assert_constant(at[4], at[40])
+        assert_constant(at[4], at[20])
         live = {n: live_bytes(sequence, x) for n, sequence in sequences.items()}
-        assert live[40] - live[4] <= 36 * 6_000
+        assert live[20] - live[4] <= 16 * 6_000
 
     def test_the_check_catches_growth(self) -> None:
         x = torch.randn(2, 4)
