@@ -6,7 +6,6 @@ keeps alive, and once as the peak of a fresh process.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import subprocess
 import sys
@@ -42,22 +41,16 @@ def saved_bytes(sequence: nn.Module, x: Tensor, **kwargs: Any) -> int:
 
 def live_bytes(sequence: nn.Module, x: Tensor) -> int:
     """Bytes of tensors that Python keeps alive between forward and backward and did not before."""
-
-    def storages() -> dict[int, int]:
+    gc.collect()
+    gc.freeze()  # what is here already is not looked at
+    try:
+        y = sequence(x)
         gc.collect()
-        found = {}
-        for t in gc.get_objects():
-            # Dynamo, if it has run, leaves tensors without storage behind.
-            if type(t) in (Tensor, nn.Parameter) and torch._C._has_storage(t) and t.device.type == "cpu":
-                with contextlib.suppress(RuntimeError):
-                    found[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return found
-
-    before = storages()
-    y = sequence(x)
-    after = storages()
-    del y
-    return sum(size for address, size in after.items() if address not in before)
+        tensors = [t for t in gc.get_objects() if type(t) in (Tensor, nn.Parameter)]
+        assert any(t is y for t in tensors)
+        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    finally:
+        gc.unfreeze()
 
 
 def assert_constant(at_ten: int, at_thousand: int) -> None:
