@@ -30,9 +30,7 @@ def tensor_leaves(tree: Any) -> list[Tensor]:
 
 def _version(tensor: Tensor) -> int | None:
     """How often `tensor` was modified in place, if that is known."""
-    if isinstance(tensor, UninitializedParameter) or tensor.is_inference():
-        return None
-    return tensor._version
+    return None if tensor.is_inference() else tensor._version
 
 
 class Chain:
@@ -86,7 +84,8 @@ class Chain:
         branch = self.branches[index]
         if torch.compiler.is_compiling():
             return self._conform(index, q, call(index, branch, q, kwargs), autocast)
-        inputs = [q, *tensor_leaves(kwargs), *branch.parameters()]
+        parameters = (p for p in branch.parameters() if not isinstance(p, UninitializedParameter))
+        inputs = [q, *tensor_leaves(kwargs), *parameters]
         versions = [_version(tensor) for tensor in inputs]
         try:
             u = call(index, branch, q, kwargs)

@@ -96,7 +96,7 @@ class Grid:
             where: its place, for the message.
         """
         limit = self.limit(state.dtype)
-        if state.numel() == 0:
+        if state.numel() == 0 or torch.compiler.is_exporting():
             return
         low, high = state.detach().amin(), state.detach().amax()  # aminmax is slow on channels_last
         if torch.compiler.is_compiling():

@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from revode.randomness import Draw
-from revode.tracing import RefuseRandom, dynamo_is_about, eagerly, holds_compiled
+from revode.tracing import RefuseRandom, dynamo_is_about, eagerly, holds_compiled, refuse_random_nodes
 
 _STATISTICS_ONLY = {_BatchNorm.forward, SyncBatchNorm.forward, _InstanceNorm.forward}
 """Forwards whose output in training mode does not depend on the buffers they update."""
@@ -123,7 +123,9 @@ class Replay:
         """branch(q) in forward, with what it drew and changed written down."""
         if torch.compiler.is_compiling():
             with RefuseRandom():
-                return branch(q, **kwargs)
+                u = branch(q, **kwargs)
+            refuse_random_nodes()
+            return u
         _, buffers = _buffers(branch)
         before = {name: (buffer, buffer._version, buffer.clone()) for name, buffer in buffers.items()}
         draw = Draw(branch, self.device)

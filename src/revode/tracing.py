@@ -92,6 +92,28 @@ class RefuseRandom(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+_DRAWING_METHODS = frozenset(
+    "bernoulli bernoulli_ cauchy_ exponential_ geometric_ log_normal_ multinomial normal_ random_ uniform_".split()
+)
+
+
+def refuse_random_nodes() -> bool:
+    """Raise if what has been traced of the current graph draws random numbers; runs while dynamo is tracing.
+
+    The mode does not see every call (dynamo rewrites some, as ``torch.rand_like``, before it asks); the graph has them all.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    for node in InstructionTranslator.current_tx().output.current_tracer.graph.nodes:
+        tags = getattr(node.target, "tags", ())
+        by_function = node.op == "call_function" and (
+            torch.Tag.nondeterministic_seeded in tags or _draws(node.target, node.args, node.kwargs)
+        )
+        if by_function or (node.op == "call_method" and node.target in _DRAWING_METHODS):
+            _refuse_random()
+    return True
+
+
 def _refuse_random() -> None:
     raise ValueError(
         "a branch draws random numbers (dropout?), which a reversible sequence compiled as a whole cannot draw again in "
@@ -99,7 +121,8 @@ def _refuse_random() -> None:
     )
 
 
-# Dynamo runs these two for real while it traces. It is what torch.compiler.assume_constant_result does, without importing
+# Dynamo runs these for real while it traces. It is what torch.compiler.assume_constant_result does, without importing
 # dynamo for everyone.
 allow_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
+refuse_random_nodes._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _refuse_random._dynamo_marked_constant = True  # type: ignore[attr-defined]

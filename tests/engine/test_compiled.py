@@ -99,17 +99,14 @@ def test_a_random_branch_in_one_graph_is_refused(make: Any) -> None:
         torch.compile(sequence, fullgraph=True)(torch.randn(2, 4))
 
 
-UNSEEN = pytest.mark.xfail(strict=True, reason="the mode that refuses random calls does not see this one")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "draw",
     [
-        pytest.param(lambda q: q * torch.rand_like(q), marks=UNSEEN),
-        pytest.param(lambda q: q * torch.randn_like(q), marks=UNSEEN),
-        pytest.param(lambda q: q * torch.normal(0.0, 1.0, q.shape), marks=UNSEEN),
-        pytest.param(lambda q: q * torch.distributions.Normal(torch.zeros(4), 1.0).sample(), marks=UNSEEN),
+        lambda q: q * torch.rand_like(q),
+        lambda q: q * torch.randn_like(q),
+        lambda q: q * torch.normal(0.0, 1.0, q.shape),
+        lambda q: q * torch.distributions.Normal(torch.zeros(4), 1.0).sample(),
         lambda q: q * torch.rand(q.shape),
         lambda q: q + torch.empty_like(q).normal_(),
         lambda q: q * torch.bernoulli(torch.full_like(q, 0.5)),
@@ -281,10 +278,7 @@ def test_the_eval_model_is_exported(scheme: Any, exact: bool) -> None:
     torch.testing.assert_close(exported.module()(x), model(x), rtol=1e-5, atol=1e-5)
 
 
-NO_AMIN = pytest.mark.xfail(strict=True, reason="the range check calls amin without a dimension, which ONNX lacks")
-
-
-@pytest.mark.parametrize("exact", [False, pytest.param(True, marks=[pytest.mark.slow, NO_AMIN])])
+@pytest.mark.parametrize("exact", [False, pytest.param(True, marks=[pytest.mark.slow])])
 def test_onnxruntime_agrees_with_the_eval_model(exact: bool, tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
