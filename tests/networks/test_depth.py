@@ -36,10 +36,13 @@ def travel(sequence: ReversibleSequence) -> tuple[float, float, float]:
 
 
 @pytest.mark.parametrize("activation", ["relu", pytest.param("tanh", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("family", ["hamiltonian", "midpoint", "leapfrog"])
-def test_signal_and_gradient_stay_within_a_factor_3_and_move_over_1000_blocks(family, activation):
-    shallow = travel(sequence_of_depth(100, family, activation=activation))
-    deep = travel(sequence_of_depth(1000, family, activation=activation))
+@pytest.mark.parametrize(
+    ("family", "norm"),
+    [("hamiltonian", "none"), ("midpoint", "none"), ("midpoint", "batch"), ("leapfrog", "none"), ("leapfrog", "batch")],
+)
+def test_signal_and_gradient_stay_within_a_factor_3_and_move_over_1000_blocks(family, norm, activation):
+    shallow = travel(sequence_of_depth(100, family, norm=norm, activation=activation))
+    deep = travel(sequence_of_depth(1000, family, norm=norm, activation=activation))
     for ratio, before in zip(deep, shallow, strict=True):
         assert abs(ratio / before - 1.0) < 0.1
     assert 1 / 3 < deep[0] < 3
