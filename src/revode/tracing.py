@@ -104,7 +104,11 @@ def refuse_random_nodes() -> bool:
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
-    for node in InstructionTranslator.current_tx().output.current_tracer.graph.nodes:
+    try:
+        graph = InstructionTranslator.current_tx().output.current_tracer.graph
+    except AttributeError:  # behind a graph break, code runs for real and the mode sees every call
+        return True
+    for node in graph.nodes:
         tags = getattr(node.target, "tags", ())
         by_function = node.op == "call_function" and (
             torch.Tag.nondeterministic_seeded in tags or _draws(node.target, node.args, node.kwargs)
