@@ -6,7 +6,7 @@ each storage once and leave out what exists anyway (parameters and other tensors
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -46,6 +46,19 @@ class SavedTensors:
         self._seen.clear()
 
 
+def graph_nodes(output: Tensor, inputs: Iterable[Tensor] = ()) -> Iterator[Any]:
+    """The nodes of the graph behind `output`, each once, up to those that made `inputs`."""
+    visited: set[Any] = {tensor.grad_fn for tensor in inputs}
+    pending: list[Any] = [output.grad_fn]
+    while pending:
+        node = pending.pop()
+        if node is None or node in visited:
+            continue
+        visited.add(node)
+        yield node
+        pending.extend(following for following, _ in node.next_functions)
+
+
 def graph_bytes(output: Tensor, inputs: Iterable[Tensor], exclude: Iterable[Tensor] = ()) -> int:
     """Bytes that the graph from `inputs` to `output` has saved, by walking it.
 
@@ -54,16 +67,9 @@ def graph_bytes(output: Tensor, inputs: Iterable[Tensor], exclude: Iterable[Tens
         inputs: where to stop; what made these is not counted.
         exclude: tensors that are alive anyway.
     """
-    visited: set[Any] = {tensor.grad_fn for tensor in inputs}
     seen = {_storage_key(tensor) for tensor in exclude}
     total = 0
-    pending = [output.grad_fn]
-    while pending:
-        node = pending.pop()
-        if node is None or node in visited:
-            continue
-        visited.add(node)
-        pending.extend(next_node for next_node, _ in node.next_functions)
+    for node in graph_nodes(output, inputs):
         for tensor in _saved_by(node):
             key = _storage_key(tensor)
             if key not in seen:

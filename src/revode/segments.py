@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
+from revode.accounting import graph_nodes
 from revode.chain import BranchError, Chain
 from revode.grid import with_strides
 from revode.products import KnownField
@@ -239,20 +240,13 @@ def _differentiate_by_autograd(
 def _refuse_foreign_leaves(chain: Chain, index: int, u: Tensor, leaves: Sequence[Tensor]) -> None:
     """Raise if u depends on a tensor that requires grad and that we do not know: its gradient would be lost."""
     ours = {id(leaf) for leaf in leaves}
-    visited: set[Any] = set()
-    pending: list[Any] = [u.grad_fn]
-    while pending:
-        node = pending.pop()
-        if node is None or node in visited:
-            continue
-        visited.add(node)
+    for node in graph_nodes(u):
         variable = getattr(node, "variable", None)
         if variable is not None and id(variable) not in ours:
             raise BranchError(
                 f"{chain.name(index)} uses a tensor of shape {tuple(variable.shape)} that requires grad but is neither its "
                 "parameter nor a keyword argument: register it, or pass it as a keyword argument, to get its gradient"
             )
-        pending.extend(next_node for next_node, _ in node.next_functions)
 
 
 def _refuse_sharded(chain: Chain, index: int) -> None:

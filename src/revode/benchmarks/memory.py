@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from revode.accounting import SavedTensors
+from revode.accounting import SavedTensors, graph_nodes
 
 
 class KeptTensors(SavedTensors):
@@ -23,22 +23,9 @@ class KeptTensors(SavedTensors):
 
     def add_contexts(self, output: Tensor) -> None:
         """Count what Python Functions in the graph of `output` keep as attributes."""
-        for node in nodes(output):
+        for node in graph_nodes(output):
             for tensor in _tensors(list(getattr(node, "__dict__", {}).values())):
                 self._pack(tensor)
-
-
-def nodes(output: Tensor) -> Iterator[Any]:
-    """The nodes of the graph behind `output`, each once."""
-    visited: set[Any] = set()
-    pending: list[Any] = [output.grad_fn]
-    while pending:
-        node = pending.pop()
-        if node is None or node in visited:
-            continue
-        visited.add(node)
-        yield node
-        pending.extend(following for following, _ in node.next_functions)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
