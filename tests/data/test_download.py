@@ -261,7 +261,7 @@ def test_a_hostile_archive_reaches_nothing(site: Site, tmp_path: Path, tiny: Tin
     assert sorted(tmp_path.iterdir()) == [root, secret]
 
 
-@pytest.mark.parametrize("body", [b"", b"no archive at all", tar_of({"a": b"b"})[:-20]])
+@pytest.mark.parametrize("body", [b"", b"no archive at all", tar_of({"a": b"b"})[:-20]], ids=["empty", "text", "cut"])
 def test_a_damaged_archive_is_said_in_words(site: Site, tmp_path: Path, tiny: Tiny, body: bytes) -> None:
     layout, _ = tiny("cifar10")
     archive = tmp_path / "archive.tar.gz"
