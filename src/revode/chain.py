@@ -92,14 +92,27 @@ class Chain:
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, ValueError) as error:
-            state = f"a state of shape {tuple(q.shape)} and dtype {q.dtype}"
-            raise BranchError(f"{self.name(index)} failed on {state}: {error}") from error
+            raise self._failure(index, q, error) from error
         if [_version(tensor) for tensor in inputs] != versions:
             raise BranchError(
                 f"{self.name(index)} modifies its input or its parameters in place (an inplace=True activation first in "
                 "it?): both are needed again, so give it an operation that makes a new tensor"
             )
         return self._conform(index, q, u, autocast)
+
+    def value(self, index: int, q: Tensor, field: KnownField) -> Tensor:
+        """The same of a field that we know: it changes neither input nor parameters, nor the shape."""
+        try:
+            u = field.value(q)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, ValueError) as error:
+            raise self._failure(index, q, error) from error
+        return with_strides(u, q.stride())
+
+    def _failure(self, index: int, q: Tensor, error: Exception) -> BranchError:
+        state = f"a state of shape {tuple(q.shape)} and dtype {q.dtype}"
+        return BranchError(f"{self.name(index)} failed on {state}: {error}")
 
     def _conform(self, index: int, q: Tensor, u: Any, autocast: Autocast) -> Tensor:
         if not isinstance(u, Tensor):

@@ -7,6 +7,7 @@ parts; the engine then needs no autograd for it and gets the same bits.
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -54,26 +55,39 @@ class KnownField(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def vjp(self, q: Tensor, g: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """u = F(q) again, then the products of g with the Jacobians by q and by each of ``parameters()``."""
+        """u = F(q) again, then the products of g with the Jacobians by q and by each of ``tensors()``."""
+
+    def tensors(self) -> list[Tensor]:
+        """What ``vjp`` has products for, in its order: ``parameters()``, but without a walk over all modules."""
+        children = (child for child in self._modules.values() if child is not None)
+        return [parameter for child in children for parameter in child._parameters.values() if parameter is not None]
 
     def knows_vjp(self) -> bool:
         """Whether ``vjp`` applies to this field as it is now."""
-        modules = list(self.modules())
+        children = [child for child in self._modules.values() if child is not None]
+        tensors = self.tensors()
         return (
             self.activation in SLOPES
-            and _definer(type(self), "forward") is _definer(type(self), "vjp")
-            and all(_is_known(module) for module in modules[1:])
-            and not any(_is_altered(module) for module in modules)
-            and all(type(parameter) is nn.Parameter and parameter.requires_grad for parameter in self.parameters())
+            and _gives_product_of_its_forward(type(self))
+            and not self._parameters
+            and all(_is_known(child) for child in children)
+            and not _is_altered(self)
+            and not any(_is_altered(child) for child in children)
+            and all(type(tensor) is nn.Parameter and tensor.requires_grad for tensor in tensors)
+            and len({id(tensor) for tensor in tensors}) == len(tensors)
         )
 
 
-def _definer(kind: type, method: str) -> type:
-    """The class that gives `kind` a method; one that overrides ``forward`` alone has no product for it."""
-    return next(base for base in kind.__mro__ if method in vars(base))
+@functools.cache
+def _gives_product_of_its_forward(kind: type) -> bool:
+    """Whether one class gives `kind` both methods; one that overrides ``forward`` alone has no product for it."""
+    forward, vjp = (next(base for base in kind.__mro__ if name in vars(base)) for name in ("forward", "vjp"))
+    return forward is vjp
 
 
 def _is_known(module: nn.Module) -> bool:
+    if module._modules:
+        return False
     if type(module) in _BATCH_NORMS:
         return module.training and module.weight is not None
     return type(module) in (Conv, AntisymmetricConv, Bias, nn.Identity)

@@ -28,9 +28,8 @@ def streams_of(branch: nn.Module, device: torch.device) -> list[Stream]:
         )
     elif device.type == "mps":
         streams.append((torch.mps.get_rng_state, torch.mps.set_rng_state))
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        streams.append((numpy.random.get_state, numpy.random.set_state))
+    if "numpy" in sys.modules:
+        streams.append((_read_numpy, _set_numpy))
     for module in branch.modules():
         for value in vars(module).values():
             if isinstance(value, torch.Generator):
@@ -38,12 +37,20 @@ def streams_of(branch: nn.Module, device: torch.device) -> list[Stream]:
     return streams
 
 
+def _read_numpy() -> Any:
+    """NumPy's global state with its words as bytes, so that two states are compared at once."""
+    kind, words, *rest = sys.modules["numpy"].random.get_state()
+    return kind, words.tobytes(), *rest
+
+
+def _set_numpy(state: Any) -> None:
+    kind, words, *rest = state
+    numpy: Any = sys.modules["numpy"]
+    numpy.random.set_state((kind, numpy.frombuffer(words, dtype=numpy.uint32), *rest))
+
+
 def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, tuple):
-        return all(_same(x, y) for x, y in zip(a, b, strict=True))
-    return bool(a.tobytes() == b.tobytes()) if hasattr(a, "tobytes") else a == b
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
 class Draw:

@@ -92,10 +92,12 @@ class _ReversibleFunction(torch.autograd.Function):
         replay = Replay(q.device)
         known = {}
         for index in range(segment.start, segment.stop):
-            known[index] = chain.known_field(index, q, replay.autocast)
-            call = replay.first if known[index] is None else _value
-            u = chain.evaluate(index, q, kwargs, call, replay.autocast)
-            p, q = q, chain.advance(index, p, q, u, spend=known[index] is not None)
+            field = known[index] = chain.known_field(index, q, replay.autocast)
+            if field is None:
+                u = chain.evaluate(index, q, kwargs, replay.first, replay.autocast)
+            else:
+                u = chain.value(index, q, field)
+            p, q = q, chain.advance(index, p, q, u, spend=field is not None)
         ctx.segment, ctx.replay, ctx.known = segment, replay, known
         ctx.versions = None if torch.compiler.is_compiling() else segment.versions()
         ctx.set_materialize_grads(False)
@@ -167,13 +169,9 @@ def _plus(a: Tensor | None, b: Tensor | None, scale: float = 1.0, *, spend: bool
     return torch.add(a, b, alpha=scale, out=out)
 
 
-def _value(index: int, branch: Any, q: Tensor, kwargs: dict[str, Any]) -> Tensor:
-    return branch.value(q)
-
-
 def _still_known(field: KnownField | None, parameters: dict[str, Tensor]) -> KnownField | None:
     """The field, if it still holds the parameters of the forward pass (``torch.func.functional_call`` lends others)."""
-    if field is None or any(a is not b for a, b in zip(field.parameters(), parameters.values(), strict=True)):
+    if field is None or any(a is not b for a, b in zip(field.tensors(), parameters.values(), strict=True)):
         return None
     return field
 
