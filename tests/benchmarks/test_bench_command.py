@@ -12,7 +12,7 @@ from revode.benchmarks import peers
 from revode.benchmarks.bars import BARS, verdicts
 from revode.benchmarks.run import SUMMARY, Row
 from revode.benchmarks.table import text
-from revode.benchmarks.workloads import Workload
+from revode.benchmarks.workloads import WORKLOADS, Workload
 from revode.cli import main
 
 SMALL = ["bench", "--workload", "stage-8x8", "--batch", "1", "--repeats", "1", "--threads", "1"]
@@ -32,6 +32,7 @@ def row(workload: str, method: str, seconds: float, saved: int = 1000, batch: in
         roofline=0.8,
         repeats=3,
         batch=batch,
+        block_seconds=seconds / int(workload.removeprefix("depth-")) if workload.startswith("depth-") else None,
     )
 
 
@@ -102,7 +103,7 @@ def test_table_fits_the_screen_without_colour() -> None:
         (["--threads", "0"], "threads must be at least 1"),
         (["--repeats", "-1"], "repeats must be at least 1"),
         (["--batch", "0"], "--batch must be at least 1"),
-        (["--layout", "rows"], "contiguous or channels_last"),
+        (["--layout", "rows"], "channels_last or contiguous"),
         (["--markdown"], "--out DIR"),
         (["--profile", "nothing"], "there is no workload 'nothing'"),
         (["--profile", "stage-8x8", "--method", "momentumnet"], "cannot run stage-8x8"),
@@ -135,10 +136,24 @@ def test_page_is_written_from_rows_without_measuring(capsys: pytest.CaptureFixtu
     page = (tmp_path / "docs" / "benchmarks.md").read_text()
     assert "abacus" in page
     assert "**missed**" in page  # hamiltonian-1202 at 1.3
-    assert "| depth" not in page
+    assert "| depth-10 | 8.00 | 8.00 | 1.00 | 1.00 | 1.20 | 1.20 |" in page  # floors, and steps
     for name in ("memory-over-depth", "time-over-memory"):
         assert f"figures/{name}.svg" in page
         assert 1000 < (tmp_path / "docs" / "figures" / f"{name}.svg").stat().st_size < 100_000
+
+
+def test_a_workload_is_measured_anew_among_given_rows(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    data = tmp_path / "rows.json"
+    data.write_text(json.dumps({"conditions": {"processor": "abacus"}, "rows": [found.to_dict() for found in ROWS]}))
+    assert main([*SMALL, "--method", "revode", "--rows", str(data), "--out", str(tmp_path)]) == 0
+    rows = json.loads((tmp_path / "benchmarks.json").read_text())["rows"]
+    stage = [found for found in rows if found["workload"] == "stage-8x8"]
+    assert [found["method"] for found in stage] == ["revode"]
+    assert stage[0]["seconds"] != 0.12
+    assert [found for found in rows if found["workload"] != "stage-8x8"] == sorted(
+        (found.to_dict() for found in ROWS if found.workload != "stage-8x8"),
+        key=lambda found: list(WORKLOADS).index(found["workload"]),
+    )
 
 
 def test_bars_take_the_worst_value() -> None:

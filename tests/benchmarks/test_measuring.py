@@ -8,7 +8,8 @@ import torch
 from revode.benchmarks import profile, roofline
 from revode.benchmarks.cases import Case
 from revode.benchmarks.footprint import Footprints
-from revode.benchmarks.methods import METHODS
+from revode.benchmarks.methods import METHODS, find
+from revode.benchmarks.run import Settings, measure, with_block_times
 from revode.benchmarks.timing import Spread, interleave
 from revode.benchmarks.workloads import Workload
 
@@ -87,3 +88,20 @@ def test_profile_adds_up_and_fits_the_screen(tiny_stage: Workload) -> None:
     assert sum(share.seconds for share in shares) == pytest.approx(seconds)
     assert {"convolutions", "pointwise", profile.REST} <= {share.kind for share in shares}
     assert max(map(len, profile.text(case, seconds, shares).splitlines())) <= 80
+
+
+def test_time_of_a_block_is_taken_from_all_depths_in_turn() -> None:
+    options = {"channels": 8, "size": 6}
+    workloads = [
+        Workload(name=f"depth-{depth}", title="", kind="stage", batch=2, options={**options, "depth": depth})
+        for depth in (2, 8)
+    ]
+    settings = Settings(threads=1, repeats=2)
+    methods = find(["store", "checkpoint", "revode"])
+    with Footprints() as footprints:
+        rows = [row for workload in workloads for row in measure(workload, methods, settings, footprints)]
+    found = {(row.workload, row.method): row.block_seconds for row in with_block_times(rows, workloads, settings)}
+    assert found["depth-2", "checkpoint"] is None
+    for name in ("store", "revode"):
+        assert 0.1 < found["depth-8", name] / found["depth-2", name] < 10
+    assert with_block_times(rows[:3], workloads[:1], settings) == rows[:3]  # one depth says nothing

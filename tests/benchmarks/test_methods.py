@@ -102,9 +102,11 @@ def test_peers_leave_the_import_path_as_it_was() -> None:
     assert sys.path == before
 
 
-def test_layout_reaches_the_input(tiny_stage: Workload) -> None:
-    case = Case(tiny_stage, METHODS["store"], layout="channels_last")
-    assert case.inputs.is_contiguous(memory_format=torch.channels_last)
+@pytest.mark.parametrize("layout", ["channels_last", "contiguous"])
+def test_layout_reaches_the_input(tiny_stage: Workload, layout: str) -> None:
+    case = Case(tiny_stage, METHODS["store"], layout=layout)
+    assert case.inputs.is_contiguous(memory_format=torch.channels_last) == (layout == "channels_last")
+    assert case.inputs.is_contiguous() == (layout == "contiguous")
 
 
 def test_workloads_hold_what_was_asked_for() -> None:

@@ -80,6 +80,11 @@ class Rows:
                 found.append((workload, getattr(a, column) / getattr(b, column)))
         return found
 
+    def fastest_peer(self, workload: str) -> Row | None:
+        """The row of the fastest other library, if any was measured."""
+        peers = [row for row in (self.get(workload, name) for name in PEERS) if row is not None]
+        return min(peers, key=lambda row: row.seconds, default=None)
+
 
 _SPEED = (*STAGES, "hamiltonian-74", "hamiltonian-1202")
 
@@ -91,11 +96,9 @@ def _time_over_store(*workloads: str) -> Callable[[Rows], Values]:
 def _fastest_peer(rows: Rows) -> Values:
     found: Values = []
     for stage in STAGES:
-        ours = rows.get(stage, "revode")
-        peers = [row for row in (rows.get(stage, name) for name in PEERS) if row is not None]
-        if ours is not None and peers:
-            fastest = min(peers, key=lambda row: row.seconds)
-            found.append((f"{stage} ({fastest.method})", fastest.seconds / ours.seconds))
+        ours, peer = rows.get(stage, "revode"), rows.fastest_peer(stage)
+        if ours is not None and peer is not None:
+            found.append((f"{stage} ({peer.method})", peer.seconds / ours.seconds))
     return found
 
 
@@ -108,10 +111,10 @@ def _memory_over_depth(rows: Rows) -> Values:
 
 
 def _time_per_block(rows: Rows) -> Values:
-    shallow, deep = rows.get(f"depth-{DEPTHS[0]}", "revode"), rows.get(f"depth-{DEPTHS[-1]}", "revode")
-    if shallow is None or deep is None:
+    shallow, *_, deep = (rows.get(name, "revode") for name in DEPTHS)
+    if shallow is None or deep is None or shallow.block_seconds is None or deep.block_seconds is None:
         return []
-    return [("", (deep.seconds / DEPTHS[-1]) / (shallow.seconds / DEPTHS[0]))]
+    return [("", deep.block_seconds / shallow.block_seconds)]
 
 
 def _roofline(rows: Rows) -> Values:

@@ -24,7 +24,7 @@ class Case:
         workload: what to run.
         method: by which way.
         dtype: of parameters and input.
-        layout: ``"contiguous"`` or ``"channels_last"``, of the images or features that come in.
+        layout: ``"contiguous"`` or ``"channels_last"``, of kernels, and of the images or features that come in.
     """
 
     def __init__(
@@ -32,11 +32,13 @@ class Case:
         workload: Workload,
         method: Method,
         dtype: torch.dtype = torch.float32,
-        layout: str = "contiguous",
+        layout: str = "channels_last",
     ) -> None:
         self.workload, self.method, self.dtype, self.layout = workload, method, dtype, layout
         self.subject = subject(workload)
         self.module: nn.Module = self.subject.build(method.wrap).to(dtype)
+        if layout == "channels_last":
+            self.module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.parameters = self.subject.parameters
         self.inputs = self.batch_of(workload.batch)
         if method.budget is not None:

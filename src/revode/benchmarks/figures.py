@@ -42,15 +42,14 @@ def _memory_over_depth(rows: Sequence[Row]) -> Any:
     """Bytes kept, over blocks: lines for what runs at every depth, points for the peers."""
     from matplotlib import pyplot
 
-    depths = {f"depth-{depth}": depth for depth in DEPTHS}
-    found = [row for row in rows if row.workload in depths]
+    found = [row for row in rows if row.workload in DEPTHS]
     methods = list(dict.fromkeys(row.method for row in found))
     if len({row.workload for row in found}) < 2:
         return None
     figure, axes = pyplot.subplots()
     for mark, method in zip(MARKS, methods, strict=False):
         own = [row for row in found if row.method == method]
-        x, y = [depths[row.workload] for row in own], [row.saved_bytes / 1e6 for row in own]
+        x, y = [DEPTHS[row.workload] for row in own], [row.saved_bytes / 1e6 for row in own]
         axes.plot(x, y, mark, linestyle="none" if method in PEERS else "-", markersize=5, label=method)
     axes.set(xscale="log", yscale="log", xlabel="blocks", ylabel="kept for backward (MB)")
     axes.legend(fontsize="small", ncols=2)

@@ -43,7 +43,7 @@ class Footprints:
         self._process.wait()
         self._process.stdout.close()
 
-    def peak_bytes(self, workload: Workload, method: str, threads: int, layout: str = "contiguous") -> int:
+    def peak_bytes(self, workload: Workload, method: str, threads: int, layout: str = "channels_last") -> int:
         """Peak bytes of one step beyond those of the idle process."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None

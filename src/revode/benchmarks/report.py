@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from revode.benchmarks.bars import verdicts
+from revode.benchmarks.bars import Rows, verdicts
 from revode.benchmarks.figures import draw
-from revode.benchmarks.run import Row
-from revode.benchmarks.table import HEADER, cells, markdown, workloads_of
+from revode.benchmarks.run import SCALING_METHODS, Row
+from revode.benchmarks.table import HEADER, cells, markdown, milliseconds, workloads_of
 from revode.benchmarks.workloads import DEPTHS, WORKLOADS
 
 COMMAND = "make bench-docs"
@@ -37,7 +37,9 @@ one process, in turn, after a warm-up; times are medians with their quartiles.
 
 **saved** counts every tensor kept for backward besides parameters and input, also those that a library hides from
 autograd's hooks. **peak** is the peak resident memory of a step in a fresh process above that of the process before it; it
-includes buffers of the convolutions and gradients, and memory that the allocator has not returned. **error** is
+includes buffers of the convolutions and gradients, and memory that the allocator has not returned. A sequence of ours keeps
+its final pair beside its output, so that the output may be changed in place; memcnn and RevTorch walk back from the output
+itself: half the bytes, and silently a wrong gradient if it was changed. **error** is
 |g - g64| / |g64| over all gradients of the first four samples, g64 being the stored gradient in fp64; for `revode-exact` it
 is the rounding of the states to the grid 2^-14, which changes the network a little, not a fault of its backward pass.
 **floor** is the time of the step's convolutions and matrix products, called alone on tensors of the same shapes and
@@ -81,7 +83,7 @@ def read(path: Path) -> tuple[list[Row], dict[str, str]]:
 
 def render(rows: Sequence[Row], conditions: dict[str, str], figures: Sequence[str]) -> str:
     """The page in Markdown."""
-    parts = [_INTRODUCTION, _conditions(conditions), _bars(rows)]
+    parts = [_INTRODUCTION, _conditions(conditions), _bars(rows), _floors(rows)]
     for name in figures:
         parts.append(f"![{CAPTIONS[name]}](figures/{name}.svg)\n\n{CAPTIONS[name]}\n")
     parts.append("## Measurements\n")
@@ -93,7 +95,7 @@ def render(rows: Sequence[Row], conditions: dict[str, str], figures: Sequence[st
 def _conditions(conditions: dict[str, str]) -> str:
     lines = ", ".join(f"{name} {value}" for name, value in conditions.items() if name != "processor")
     return (
-        f"Regenerate this page with `{COMMAND}` (on an idle machine; about 20 minutes on 2 cores), one table with the command "
+        f"Regenerate this page with `{COMMAND}` (on an idle machine; about 25 minutes on 2 cores), one table with the command "
         f"above it.\n\nMeasured on: {conditions['processor']}, {lines}.\n"
     )
 
@@ -106,6 +108,31 @@ def _bars(rows: Sequence[Row]) -> str:
     return f"## What was promised\n\nThe worst of several values decides.\n\n{table}\n"
 
 
+def _floors(rows: Sequence[Row]) -> str:
+    """What the convolutions of a step leave possible, beside what was measured."""
+    found = Rows(rows)
+    lines = []
+    for name in workloads_of(rows):
+        store, ours, peer = found.get(name, "store"), found.get(name, "revode"), found.fastest_peer(name)
+        if store is None or ours is None:
+            continue
+        line = [name, milliseconds(store.floor), milliseconds(ours.floor), f"{ours.floor / store.floor:.2f}"]
+        line.append(f"{ours.ratio_to_store:.2f}")
+        line += ["", ""] if peer is None else [f"{peer.floor / ours.floor:.2f}", f"{peer.seconds / ours.seconds:.2f}"]
+        lines.append(line)
+    if not lines:
+        return ""
+    header = ("workload", "store's, ms", "ours, ms", "ours / store's", "steps: ours / store's")
+    header += ("fastest peer's / ours", "steps: fastest peer's / ours")
+    return f"## What the convolutions alone would take\n\n{_FLOORS}\n\n{markdown(header, lines)}\n"
+
+
+_FLOORS = """The convolutions and matrix products of a step, called alone (the column **floor** of the tables below, times the
+step): 8 convolutions for a branch of a reversible step, 6 where everything is stored. No arrangement of the same calls gets
+below these ratios; [speed.md](speed.md) says what was tried to change the calls. A value of one column against its neighbour
+shows what everything else costs on either side."""
+
+
 def _workload(name: str, rows: Sequence[Row]) -> str:
     title = WORKLOADS[name].title if name in WORKLOADS else name
     table = markdown(HEADER, [cells(row) for row in rows])
@@ -115,13 +142,13 @@ def _workload(name: str, rows: Sequence[Row]) -> str:
 
 def _scaling(rows: Sequence[Row]) -> str:
     """Time of one block, over depth."""
-    found = {(row.workload, row.method): row.seconds for row in rows}
-    methods = list(dict.fromkeys(row.method for row in rows if row.workload == f"depth-{DEPTHS[-1]}"))
-    if not methods:
-        return ""
+    found = {(row.workload, row.method): row.block_seconds for row in rows}
     lines = []
-    for method in methods:
-        times = ((depth, found.get((f"depth-{depth}", method))) for depth in DEPTHS)
-        lines.append([method, *("" if t is None else f"{t / depth * 1e3:.3f}" for depth, t in times)])
-    header = ["method", *(f"{depth} blocks" for depth in DEPTHS)]
-    return f"### Time of a step for each block (ms)\n\n{markdown(header, lines)}\n"
+    for method in SCALING_METHODS:
+        times = [found.get((name, method)) for name in DEPTHS]
+        if any(time is not None for time in times):
+            lines.append([method, *("" if time is None else f"{time * 1e3:.3f}" for time in times)])
+    if not lines:
+        return ""
+    table = markdown(["method", *(f"{depth} blocks" for depth in DEPTHS.values())], lines)
+    return f"### Time of a step for each block (ms)\n\nAll depths timed in the same rounds.\n\n{table}\n"

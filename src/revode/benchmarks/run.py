@@ -18,7 +18,10 @@ from revode.benchmarks.timing import MIN_REPEATS, Spread, interleave
 from revode.benchmarks.workloads import Workload, subject
 
 REFERENCE = "store"
-LAYOUTS = ("contiguous", "channels_last")
+SCALING_METHODS = ("store", "revode")
+SCALING_BUDGET = 180.0
+"""Seconds for the repetitions of all depths together."""
+LAYOUTS = ("channels_last", "contiguous")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +68,7 @@ class Row:
         roofline: time of the step's convolutions and matrix products called alone, over the step's time.
         repeats: repetitions measured.
         batch: samples in a step.
+        block_seconds: time of a block, measured in turn with networks of other depths; None where there are none.
     """
 
     workload: str
@@ -79,6 +83,12 @@ class Row:
     roofline: float
     repeats: int
     batch: int
+    block_seconds: float | None = None
+
+    @property
+    def floor(self) -> float:
+        """Seconds of the step's convolutions and matrix products, called alone."""
+        return self.roofline * self.seconds
 
     def summary(self) -> dict[str, Any]:
         """The columns that ``revode bench --json`` promises."""
@@ -119,6 +129,39 @@ def measure(workload: Workload, methods: Sequence[Method], settings: Settings, f
         timed = _time(cases, settings)
         errors = gradient_errors(workload, [cases[method.name] for method in wanted])
     return [_row(workload, method.name, timed, errors, settings, footprints) for method in wanted]
+
+
+def with_block_times(rows: list[Row], workloads: Sequence[Workload], settings: Settings) -> list[Row]:
+    """The rows of `SCALING_METHODS` on workloads of several depths, with the time of a block.
+
+    The depths are timed in the same rounds, or a drift of the machine would be taken for an effect of depth. Shallow
+    networks take as many steps in a round as make them last as long as the deepest.
+    """
+    found = {workload.name: workload for workload in workloads}
+    wanted = [row for row in rows if row.workload in found and row.method in SCALING_METHODS]
+    if len({row.workload for row in wanted}) < 2:
+        return rows
+    deepest = max(workload.options["depth"] for workload in workloads)
+    actions: dict[Any, Callable[[], object]] = {}
+    blocks: dict[Any, int] = {}
+    for row in wanted:
+        workload, key = found[row.workload], (row.workload, row.method)
+        case = Case(workload, METHODS[row.method], layout=settings.layout)
+        case.step()
+        steps = deepest // workload.options["depth"]
+        actions[key], blocks[key] = _several(case, steps), steps * workload.options["depth"]
+    seconds = interleave(actions, settings.repeats, SCALING_BUDGET, settings.fewest)
+    times = {key: Spread.of(values).median / blocks[key] for key, values in seconds.items()}
+    return [dataclasses.replace(row, block_seconds=times.get((row.workload, row.method))) for row in rows]
+
+
+def _several(case: Case, count: int) -> Callable[[], None]:
+    def run() -> None:
+        for _ in range(count):
+            case.step()
+        case.clear()
+
+    return run
 
 
 @dataclass

@@ -196,9 +196,9 @@ def _network(name: str, batch: int, methods: tuple[str, ...] = DEFAULT, quick: t
     )
 
 
-def _depth(depth: int) -> Workload:
+def _depth(name: str, depth: int) -> Workload:
     return Workload(
-        name=f"depth-{depth}",
+        name=name,
         title=f"{depth} blocks, 32 channels at 16x16",
         kind="stage",
         batch=16,
@@ -207,7 +207,8 @@ def _depth(depth: int) -> Workload:
     )
 
 
-DEPTHS = (10, 100, 1000)
+DEPTHS = {"depth-10": 10, "depth-100": 100, "depth-1000": 1000}
+"""The workloads that differ in nothing but their blocks."""
 STAGES = ("stage-32x32", "stage-16x16", "stage-8x8")
 _ALL = [
     _stage(32, 32),
@@ -232,7 +233,7 @@ _ALL = [
         options={"channels": 32, "size": 32, "depth": 8},
         quick=DEFAULT,
     ),
-    *map(_depth, DEPTHS),
+    *(_depth(name, depth) for name, depth in DEPTHS.items()),
 ]
 WORKLOADS: dict[str, Workload] = {workload.name: workload for workload in _ALL}
 

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, metavar="N", help="repetitions; default: 3 to 15, by time")
     parser.add_argument("--batch", type=int, metavar="N", help="another batch than the workloads' own")
     parser.add_argument(
-        "--layout", default="contiguous", metavar="NAME", help="of the input: contiguous (default) or channels_last"
+        "--layout", default="channels_last", metavar="NAME", help="of the input: channels_last (default) or contiguous"
     )
     parser.add_argument("--compile", action="store_true", help="add revode-compiled on all stage workloads (slow)")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON and nothing else")
@@ -42,7 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="with --out: write benchmarks.md, too, and measure what it needs:\nmemory budgets and one compiled stage",
     )
-    parser.add_argument("--rows", metavar="FILE", help="show or write the rows of a benchmarks.json; measure nothing")
+    parser.add_argument(
+        "--rows",
+        metavar="FILE",
+        help="the rows of a benchmarks.json; nothing but what --workload\nnames is measured, in place of its rows",
+    )
     parser.add_argument("--profile", metavar="WORKLOAD", help="where the time of a step goes (of --method, or revode)")
 
 
@@ -59,12 +63,14 @@ def run(args: argparse.Namespace) -> int:
     from revode.benchmarks.table import text
 
     start, failed = time.monotonic(), False
+    rows, facts = [], {}
     if args.rows:
         rows, facts = read(Path(args.rows))
-    else:
+    if args.workload or not args.rows:
         settings = _settings(args)
         facts = conditions(settings)
-        rows, failed = _measure(_plan(args), settings)
+        measured, failed = _measure(_plan(args), settings)
+        rows = _replace(rows, measured)
     if args.json:
         print(json.dumps([row.summary() for row in rows], indent=1))
     elif rows:
@@ -72,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     if args.out:
         for path in write(rows, facts, Path(args.out), page=args.markdown):
             print(path, file=sys.stderr)
-    if not args.rows:
+    if args.workload or not args.rows:
         _note(f"{len(rows)} rows in {time.monotonic() - start:.0f} s")
     return int(failed)
 
@@ -124,7 +130,8 @@ def _say_absent(methods: Any) -> None:
 def _measure(plan: list[tuple[Any, list[Any]]], settings: Any) -> tuple[list[Any], bool]:
     """Rows, and whether a workload failed: that costs its own rows, not those of the others."""
     from revode.benchmarks.footprint import Footprints
-    from revode.benchmarks.run import measure
+    from revode.benchmarks.run import measure, with_block_times
+    from revode.benchmarks.workloads import DEPTHS
 
     rows: list[Any] = []
     failed = False
@@ -136,7 +143,20 @@ def _measure(plan: list[tuple[Any, list[Any]]], settings: Any) -> tuple[list[Any
             except (RuntimeError, ValueError) as error:
                 failed = True
                 _note(f"{workload.name} failed and has no rows: {error}")
+    over_depth = [workload for workload, _ in plan if workload.name in DEPTHS]
+    if len(over_depth) > 1:
+        _note("measuring the time of a block over depth")
+        rows = with_block_times(rows, over_depth, settings)
     return rows, failed
+
+
+def _replace(old: list[Any], new: list[Any]) -> list[Any]:
+    """The rows of both, new ones in place of all old ones of their workloads, in the order of the registry."""
+    from revode.benchmarks.workloads import WORKLOADS
+
+    measured = {row.workload for row in new}
+    rows = [row for row in old if row.workload not in measured] + new
+    return sorted(rows, key=lambda row: list(WORKLOADS).index(row.workload))
 
 
 def _profile(args: argparse.Namespace) -> int:
