@@ -218,3 +218,21 @@ def test_stl_test_split_is_looked_for_where_data_lie(tmp_path):
     (tmp_path / "stl10_binary" / "test_X.bin").touch()
     assert make_scope("cpu", None, str(tmp_path)).stl_test
     assert all(task.hold_out == 0 for task in find_item("table-2").tasks(Scope("cpu", stl_test=True)))
+
+
+def test_trainings_in_processes_have_directories_and_a_command_of_their_own(tmp_path):
+    run, cost = tiny_run(), StepCost(model="hamiltonian-26", strategy="store", dataset="cifar10", batch_size=1)
+    one, two = Place(tmp_path), Place(tmp_path, processes=2)
+    assert one.folder(run) != two.folder(run)
+    assert one.folder(cost) == two.folder(cost)
+    found = reproduce(tiny_item(run), Scope("smoke"), two, tmp_path / "out")
+    assert not found.problems
+    assert "`revode reproduce quick-74 --budget smoke --processes 2`" in (tmp_path / "out" / "quick-74.md").read_text()
+    assert two.finished(run) is not None
+    assert one.finished(run) is None
+
+
+def test_a_process_that_fails_is_a_task_that_failed(tmp_path):
+    run = tiny_run(settings={**SETTINGS, "batch_size": 1})  # two processes cannot share one image
+    found = reproduce(tiny_item(run), Scope("smoke"), Place(tmp_path, processes=2), tmp_path / "out")
+    assert "failed in one of 2 processes" in found.problems[run.title]

@@ -14,6 +14,8 @@ import torch
 from tiny_runs import FLAGS, read_rows, tiny, without_batch_statistics
 
 from revode.training import train
+from revode.training.launching import ProcessFailed, train_in_processes
+from revode.training.runs import read_json
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
 
@@ -28,12 +30,7 @@ def start(*words: str | Path, **options) -> subprocess.Popen:
 def test_a_signal_saves_and_prints_how_to_go_on(number, code, tmp_path):
     words = [word for word in FLAGS if "max-steps" not in word]
     process = start("train", *words, "--max-steps=100000", "--evaluate-every=0", "--out", tmp_path / "run")
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while process.poll() is None and time.monotonic() < deadline:
-        if metrics.exists() and metrics.stat().st_size:
-            break
-        time.sleep(0.1)
+    wait_for_metrics(process, tmp_path / "run")
     process.send_signal(number)
     out, err = process.communicate(timeout=120)
     assert process.returncode == code, err
@@ -107,3 +104,53 @@ def test_two_processes_stop_together_and_resume(parallel, tmp_path, monkeypatch)
     assert losses(tmp_path / "stopped") == pytest.approx(losses(tmp_path / "whole"), abs=1e-6)
     train(tiny(max_steps=12, lr=0.1, ema=0.9), tmp_path / "one")
     assert losses(tmp_path / "whole") == pytest.approx(losses(tmp_path / "one"), abs=1e-5)
+
+
+def test_a_function_trains_in_processes_and_finds_the_run_again(tmp_path, capfd):
+    config = tiny(evaluate_every=0)
+    result = train_in_processes(config, tmp_path / "run", 2)
+    assert result == read_json(tmp_path / "run" / "result.json")
+    assert result["steps"] == config.optimization.max_steps
+    assert "12" in capfd.readouterr().out
+    assert train_in_processes(config, tmp_path / "run", 2) == result
+    assert "nothing is left to do" in capfd.readouterr().out
+
+
+def test_a_process_that_fails_ends_the_others(tmp_path, capfd):
+    config = tiny(dataset="cifar10", data_root=str(tmp_path / "nowhere"))
+    with pytest.raises(ProcessFailed, match=r"failed in one of 2 processes \(exit codes \[2, 2\]\)"):
+        train_in_processes(config, tmp_path / "run", 2)
+    assert "nowhere" in capfd.readouterr().err
+
+
+def test_a_signal_reaches_all_processes_and_the_run_goes_on(tmp_path):
+    script = (
+        "import sys; from pathlib import Path; from tiny_runs import tiny\n"
+        "from revode.training.interruption import Interrupted\n"
+        "from revode.training.launching import train_in_processes\n"
+        "config = tiny(max_steps=int(sys.argv[2]), evaluate_every=0, schedule='constant')\n"
+        "try: train_in_processes(config, Path(sys.argv[1]), 2)\n"
+        "except Interrupted as error: print(error); sys.exit(error.exit_code)"
+    )
+    environment = {**ENVIRONMENT, "PYTHONPATH": str(Path(__file__).parent)}
+    folder = tmp_path / "run"
+    words = [sys.executable, "-c", script, str(folder)]
+    with subprocess.Popen([*words, "100000"], stdout=subprocess.PIPE, text=True, env=environment) as process:
+        wait_for_metrics(process, folder)
+        process.send_signal(signal.SIGTERM)
+        out, _ = process.communicate(timeout=120)
+    assert process.returncode == 143
+    assert "the run is saved" in out
+    step = read_rows(folder)[-1]["step"]
+    assert torch.load(folder / "last.ckpt", weights_only=True)["step"] == step
+    subprocess.run([*words, str(step + 2)], check=True, env=environment, timeout=120)
+    assert [row["step"] for row in read_rows(folder, "train")] == list(range(1, step + 3))  # none twice, none left out
+
+
+def wait_for_metrics(process: subprocess.Popen, folder: Path) -> None:
+    """Until the run has written its first line."""
+    metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < deadline:
+        if metrics.exists() and metrics.stat().st_size:
+            return
+        time.sleep(0.1)

@@ -9,7 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -21,21 +21,24 @@ HOME = Path("runs") / "reproduce"
 
 @dataclass(frozen=True)
 class Place:
-    """Where and how tasks are done; nothing here changes what they find, but for the last bits.
+    """Where and how tasks are done; threads change the last bits of what they find, processes the batch statistics.
 
     Attributes:
         home: The directory of the tasks' directories.
         data_root: Folder of the data sets.
-        threads: CPU threads; 0 leaves torch's choice.
+        threads: CPU threads of a process; 0 leaves torch's choice.
+        processes: Processes of a training, each with its share of every batch.
     """
 
     home: Path = HOME
     data_root: str | None = None
     threads: int = 0
+    processes: int = 1
 
     def folder(self, task: Task) -> Path:
         """The directory of a task: its name for people, and a digest of all that decides its result."""
-        return self.home / f"{task.slug}-{task.digest}"
+        shared = f"-in-{self.processes}" if task.is_shared and self.processes > 1 else ""
+        return self.home / f"{task.slug}{shared}-{task.digest}"
 
     def finished(self, task: Task) -> dict[str, Any] | None:
         """The result of a task that was done before."""
@@ -48,6 +51,9 @@ class TaskFailed(RuntimeError):
 
 class Task(ABC):
     """What all tasks can say."""
+
+    is_shared: ClassVar[bool] = False
+    """Whether several processes do it together, if there are to be several."""
 
     @property
     @abstractmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from revode.experiments.task import Place, Task
+from revode.experiments.task import Place, Task, TaskFailed
 from revode.training.config import Config
 from revode.training.recipes import configure
 
@@ -35,6 +35,8 @@ class TrainingRun(Task):
         settings: What differs from the recipe.
         label: The network in words, where its name does not say all.
     """
+
+    is_shared = True
 
     model: str
     dataset: str
@@ -134,6 +136,12 @@ class TrainingRun(Task):
 
     def execute(self, place: Place) -> dict[str, Any]:
         """Train, or go on from the last checkpoint; the training room locks the directory."""
+        from revode.training.launching import ProcessFailed, train_in_processes
         from revode.training.loop import train
 
-        return train(self.config(place), place.folder(self), resume="auto")
+        if place.processes == 1:
+            return train(self.config(place), place.folder(self), resume="auto")
+        try:
+            return train_in_processes(self.config(place), place.folder(self), place.processes)
+        except ProcessFailed as error:
+            raise TaskFailed(str(error)) from error
