@@ -53,7 +53,7 @@ def merged_vjp(field: SymmetricField, q: Tensor, g: Tensor) -> tuple[Tensor, Ten
 
 def check(field: SymmetricField, q: Tensor, g: Tensor) -> None:
     """Both ways must give one product."""
-    one, other = field.vjp(q, g.clone()), merged_vjp(field, q, g)
+    one, other = field.vjp(q, g.clone(), q.dtype, True), merged_vjp(field, q, g)
     for a, b in zip([*one[:2], *one[2]], [*other[:2], *other[2]], strict=True):
         assert (a - b).norm() < 1e-4 * a.norm()
 
@@ -93,7 +93,7 @@ def row(batch: int, channels: int, edge: int) -> list[str]:
         "weight blocked": lambda: weight_gradient(blocked, blocked_g, plain),
         "norm": lambda: normalize(given=False),
         "norm given": lambda: normalize(given=True),
-        "vjp": lambda: field.vjp(x, g.clone()),
+        "vjp": lambda: field.vjp(x, g.clone(), x.dtype, True),
         "merged": lambda: merged_vjp(field, x, g),
     }
     for action in actions.values():

@@ -66,7 +66,9 @@ class Chain:
         if torch.compiler.is_compiling() or not isinstance(branch, KnownField):
             return None
         ambiguous = self.grid is not None and 1 in q.shape
-        return None if self.kwargs or ambiguous or autocast.enabled or not branch.knows_vjp() else branch
+        # Autocast leaves float64 as it is; one operator then decides by the other's dtype, which is autograd's to find out.
+        mixed = autocast.enabled and any(tensor.dtype != q.dtype for tensor in branch.tensors())
+        return None if self.kwargs or ambiguous or mixed or not branch.knows_vjp() else branch
 
     def parameters(self, index: int) -> dict[str, Tensor]:
         """The parameters of one branch by name."""
@@ -100,10 +102,10 @@ class Chain:
             )
         return self._conform(index, q, u, autocast)
 
-    def value(self, index: int, q: Tensor, field: KnownField) -> Tensor:
+    def value(self, index: int, q: Tensor, field: KnownField, autocast: Autocast) -> Tensor:
         """The same of a field that we know: it changes neither input nor parameters, nor the shape."""
         try:
-            u = field.value(q)
+            u = field.value(q, autocast.compute_dtype(q)).to(q.dtype)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, ValueError) as error:

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from revode.operators import (
-    CONVOLUTIONS,
     AntisymmetricConv,
     AntisymmetricDense,
     Conv,
@@ -29,6 +29,13 @@ from revode.parts import ACTIVATIONS as ACTIVATIONS
 from revode.parts import Activation, Bias, make_activation, make_norm
 from revode.parts import TVNorm as TVNorm
 from revode.products import IN_PLACE, SLOPES, KnownField, Normalized, convolution_vjp
+
+
+def convolved(operator: Conv, kernel: Tensor, norm: nn.Module, y: Tensor) -> Tensor:
+    """`affine` of a convolution with its kernel in hand, in the precision of y."""
+    if isinstance(norm, Bias):
+        return operator.convolve(y, kernel, norm.bias.to(y.dtype))
+    return norm(operator.convolve(y, kernel))
 
 
 def affine(operator: LinearOperator, norm: nn.Module, y: Tensor) -> Tensor:
@@ -78,25 +85,31 @@ class SymmetricField(KnownField):
             y = self.lead(y)
         return self.operator.adjoint(self.activation(affine(self.operator, self.norm, y)))
 
-    def value(self, q: Tensor) -> Tensor:
-        shifted = q if self.lead is None else self.lead(q)
-        return self.operator.adjoint(IN_PLACE[self.activation](affine(self.operator, self.norm, shifted)))
+    def value(self, q: Tensor, dtype: torch.dtype) -> Tensor:
+        kernel = self.operator.weight.to(dtype)
+        shifted = (q if self.lead is None else self.lead(q)).to(dtype)
+        hidden = IN_PLACE[self.activation](convolved(self.operator, kernel, self.norm, shifted))
+        return self.operator.convolve_adjoint(hidden, kernel)
 
-    def vjp(self, q: Tensor, g: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-        weight, padding, activation = self.operator.weight, self.operator.padding, self.activation
+    def vjp(
+        self, q: Tensor, g: Tensor, dtype: torch.dtype, needs_value: bool
+    ) -> tuple[Tensor | None, Tensor, list[Tensor]]:
+        kernel, padding, activation = self.operator.weight.to(dtype), self.operator.padding, self.activation
         lead = None if self.lead is None else Normalized(self.lead, q)
-        shifted = q if lead is None else lead.output
-        norm = None if isinstance(self.norm, Bias) else Normalized(self.norm, self.operator(shifted))
-        hidden = IN_PLACE[activation](self.operator(shifted, self.norm.bias) if norm is None else norm.output)
-        u = self.operator.adjoint(hidden)
-        g, g_weight, _ = convolution_vjp(g, hidden, weight, padding, transposed=True)
+        shifted = (q if lead is None else lead.output).to(dtype)
+        norm = None if isinstance(self.norm, Bias) else Normalized(self.norm, self.operator.convolve(shifted, kernel))
+        hidden = norm.output if norm is not None else convolved(self.operator, kernel, self.norm, shifted)
+        hidden = IN_PLACE[activation](hidden)
+        u = self.operator.convolve_adjoint(hidden, kernel) if needs_value else None
+        g, g_weight, _ = convolution_vjp(g.to(dtype), hidden, kernel, padding, transposed=True)
         g, g_norm = SLOPES[activation](g, hidden), []
         if norm is not None:
             g, g_norm = norm.vjp(g)
-        g, g_weight_inner, g_bias = convolution_vjp(g, shifted, weight, padding, bias=norm is None)
-        g_norm = [g_bias] if norm is None else g_norm
+        g, g_weight_inner, g_bias = convolution_vjp(g, shifted, kernel, padding, bias=norm is None)
+        g, g_norm = g.to(q.dtype), [g_bias] if norm is None else g_norm
         g, g_lead = (g, []) if lead is None else lead.vjp(g)
-        return u, g, [g_weight.add_(g_weight_inner), *g_lead, *g_norm]
+        g_weight = g_weight.to(self.operator.weight.dtype).add_(g_weight_inner)
+        return u, g, [g_weight, *g_lead, *(grad.to(g_weight.dtype) for grad in g_norm)]
 
 
 class AntisymmetricField(KnownField):
@@ -127,20 +140,25 @@ class AntisymmetricField(KnownField):
     def forward(self, y: Tensor) -> Tensor:
         return self.activation(affine(self.operator, self.norm, y))
 
-    def value(self, q: Tensor) -> Tensor:
-        return IN_PLACE[self.activation](affine(self.operator, self.norm, q))
+    def value(self, q: Tensor, dtype: torch.dtype) -> Tensor:
+        kernel = self.operator.kernel().to(dtype)
+        return IN_PLACE[self.activation](convolved(self.operator, kernel, self.norm, q.to(dtype)))
 
-    def vjp(self, q: Tensor, g: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-        kernel, padding = self.operator.weight - adjoint_kernel(self.operator.weight), self.operator.padding
-        convolve, bias = CONVOLUTIONS[q.dim() - 2], isinstance(self.norm, Bias)
-        applied = convolve(q, kernel, self.norm.bias if bias else None, padding=padding)
-        norm = None if bias else Normalized(self.norm, applied)
-        u = IN_PLACE[self.activation](applied if norm is None else norm.output)
-        g, g_norm = SLOPES[self.activation](g.clone(), u), []
+    def vjp(
+        self, q: Tensor, g: Tensor, dtype: torch.dtype, needs_value: bool
+    ) -> tuple[Tensor | None, Tensor, list[Tensor]]:
+        kernel, padding, low = self.operator.kernel().to(dtype), self.operator.padding, q.to(dtype)
+        bias = isinstance(self.norm, Bias)
+        norm = None if bias else Normalized(self.norm, self.operator.convolve(low, kernel))
+        u = norm.output if norm is not None else convolved(self.operator, kernel, self.norm, low)
+        u = IN_PLACE[self.activation](u)
+        g, g_norm = SLOPES[self.activation](g.to(dtype, copy=True), u), []
         if norm is not None:
             g, g_norm = norm.vjp(g)
-        gq, g_kernel, g_bias = convolution_vjp(g, q, kernel, padding, bias=bias)
-        return u, gq, [g_kernel - adjoint_kernel(g_kernel), *([g_bias] if bias else g_norm)]
+        gq, g_kernel, g_bias = convolution_vjp(g, low, kernel, padding, bias=bias)
+        g_kernel = g_kernel.to(self.operator.weight.dtype)
+        g_norm = [g_bias] if bias else g_norm
+        return u, gq.to(q.dtype), [g_kernel - adjoint_kernel(g_kernel), *(grad.to(g_kernel.dtype) for grad in g_norm)]
 
 
 class OneLayerField(nn.Module):

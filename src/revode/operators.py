@@ -84,12 +84,24 @@ class Conv(LinearOperator):
         self.reset_parameters()
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        _require_size("Conv", x, 1, self.in_channels)
-        return CONVOLUTIONS[self.ndim](x, self.weight, bias, padding=self.padding)
+        return self.convolve(x, self.kernel(), bias)
 
     def adjoint(self, y: Tensor) -> Tensor:
-        _require_size("Conv.adjoint", y, 1, self.out_channels)
-        return _CONV_TRANSPOSE[self.ndim](y, self.weight, padding=self.padding)
+        return self.convolve_adjoint(y, self.kernel())
+
+    def kernel(self) -> Tensor:
+        """The kernel that ``forward`` convolves with."""
+        return self.weight
+
+    def convolve(self, x: Tensor, kernel: Tensor, bias: Tensor | None = None) -> Tensor:
+        """``forward`` with ``kernel()`` in hand, perhaps in another precision."""
+        _require_size(type(self).__name__, x, 1, self.in_channels)
+        return CONVOLUTIONS[self.ndim](x, kernel, bias, padding=self.padding)
+
+    def convolve_adjoint(self, y: Tensor, kernel: Tensor) -> Tensor:
+        """``adjoint`` with ``kernel()`` in hand."""
+        _require_size(f"{type(self).__name__}.adjoint", y, 1, self.out_channels)
+        return _CONV_TRANSPOSE[self.ndim](y, kernel, padding=self.padding)
 
     def extra_repr(self) -> str:
         size = self.weight.shape[-1]
@@ -102,9 +114,8 @@ class AntisymmetricConv(Conv):
     def __init__(self, channels: int, kernel_size: int = 3, ndim: int = 2) -> None:
         super().__init__(channels, channels, kernel_size, ndim)
 
-    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        _require_size("AntisymmetricConv", x, 1, self.in_channels)
-        return CONVOLUTIONS[self.ndim](x, self.weight - adjoint_kernel(self.weight), bias, padding=self.padding)
+    def kernel(self) -> Tensor:
+        return self.weight - adjoint_kernel(self.weight)
 
     def adjoint(self, y: Tensor) -> Tensor:
         return -self(y)

@@ -40,8 +40,8 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 class KnownField(nn.Module, abc.ABC):
     """A field that can give its own vector-Jacobian product, which spares the engine an autograd graph.
 
-    ``value`` and ``vjp`` return the bits that ``forward`` and autograd would, in fresh tensors. The product is known for
-    convolutions with biases or batch norm and an activation whose slope follows from its value; everything else (other
+    ``value`` and ``vjp`` return the bits that ``forward`` and autograd would, in fresh tensors; ``dtype`` is what
+    convolutions compute in, the state's or autocast's. The product is known for convolutions with biases or batch norm and an activation whose slope follows from its value; everything else (other
     norms, hooks, frozen or parametrised weights) goes through autograd.
     """
 
@@ -50,12 +50,21 @@ class KnownField(nn.Module, abc.ABC):
     activation: Callable[[Tensor], Tensor]
 
     @abc.abstractmethod
-    def value(self, q: Tensor) -> Tensor:
-        """F(q) without a graph, as ``forward`` computes it, statistics included."""
+    def value(self, q: Tensor, dtype: torch.dtype) -> Tensor:
+        """F(q) in `dtype` without a graph, as ``forward`` computes it, statistics included."""
 
     @abc.abstractmethod
-    def vjp(self, q: Tensor, g: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """u = F(q) again, then the products of g with the Jacobians by q and by each of ``tensors()``."""
+    def vjp(
+        self, q: Tensor, g: Tensor, dtype: torch.dtype, needs_value: bool
+    ) -> tuple[Tensor | None, Tensor, list[Tensor]]:
+        """u = F(q) again, then the products of g with the Jacobians by q and by each of ``tensors()``.
+
+        Args:
+            q: the state.
+            g: a co-state of the same dtype and strides.
+            dtype: what convolutions compute in; u comes in it, the products in the dtypes of q and of the parameters.
+            needs_value: whether u is wanted; if not, it may be None.
+        """
 
     def tensors(self) -> list[Tensor]:
         """What ``vjp`` has products for, in its order: ``parameters()``, but without a walk over all modules."""

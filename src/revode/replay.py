@@ -36,8 +36,18 @@ class Autocast:
         self.enabled = torch.is_autocast_enabled(device_type)
         self.dtype = torch.get_autocast_dtype(device_type)
 
+    def compute_dtype(self, q: Tensor) -> torch.dtype:
+        """What convolutions of q compute in."""
+        return self.dtype if self.enabled and q.dtype != torch.float64 else q.dtype
+
     def restore(self) -> contextlib.AbstractContextManager[Any]:
         return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=False)
+
+    def disabled(self) -> contextlib.AbstractContextManager[Any]:
+        """No autocast inside, whatever the backward pass is called under."""
+        if not torch.is_autocast_enabled(self.device_type):
+            return contextlib.nullcontext()
+        return torch.autocast(self.device_type, enabled=False)
 
 
 def _buffers(branch: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -96,7 +96,7 @@ class _ReversibleFunction(torch.autograd.Function):
             if field is None:
                 u = chain.evaluate(index, q, kwargs, replay.first, replay.autocast)
             else:
-                u = chain.value(index, q, field)
+                u = chain.value(index, q, field, replay.autocast)
             p, q = q, chain.advance(index, p, q, u, spend=field is not None)
         ctx.segment, ctx.replay, ctx.known = segment, replay, known
         ctx.versions = None if torch.compiler.is_compiling() else segment.versions()
@@ -122,9 +122,14 @@ class _ReversibleFunction(torch.autograd.Function):
         grads = _Gradients(segment.inputs)
         for index in reversed(range(segment.start, segment.stop)):
             q_next, q = q, p
-            known = _still_known(ctx.known[index], segment.parameters[index])
-            u, products, scale = _differentiate(segment, replay, index, known, q, arguments, gq)
-            if index > segment.start:
+            known = _still_known(ctx.known[index], segment.parameters[index]) if gq is not None else None
+            needs_value = index > segment.start
+            if known is None:
+                u, products = _differentiate_by_autograd(segment, replay, index, q, arguments, gq)
+                scale = 1.0
+            else:
+                u, products, scale = _differentiate(segment, replay, index, known, q, gq, needs_value)
+            if needs_value:
                 p = chain.retreat(index, q, q_next, u, spend=known is not None)
             coupling = chain.couplings[index]
             gp, gq = gq, gp
@@ -180,25 +185,23 @@ def _differentiate(
     segment: ReversibleSegment,
     replay: Replay,
     index: int,
-    known: KnownField | None,
+    known: KnownField,
     q: Tensor,
-    arguments: Sequence[Tensor],
-    gq: Tensor | None,
-) -> tuple[Tensor, Sequence[Tensor | None], float]:
-    """u = F(q) of one branch, and the products of gq with the Jacobians of a F: by q, by parameters, by arguments.
+    gq: Tensor,
+    needs_value: bool,
+) -> tuple[Tensor | None, Sequence[Tensor | None], float]:
+    """u = F(q) of one branch if wanted, and the products of gq with the Jacobians of a F: by q, by parameters.
 
     The last value is a factor that the products still lack.
     """
     chain = segment.chain
     gain = chain.couplings[index].gain
-    if known is None:
-        return *_differentiate_by_autograd(segment, replay, index, q, arguments, gq, gain), 1.0
-    if gq is None:
-        return known.value(q), [], 1.0
     # Scaling the products spares a pass over gq; on the grid, bits must be those of stored segments.
     g, scale = (gq, gain) if chain.grid is None else (gq * gain, 1.0)
-    u, g_state, g_parameters = known.vjp(q, with_strides(g, q.stride()))
-    return u, [g_state, *g_parameters], scale
+    with replay.autocast.disabled():  # the field casts by itself
+        dtype = replay.autocast.compute_dtype(q)
+        u, g_state, g_parameters = known.vjp(q, with_strides(g, q.stride()), dtype, needs_value)
+    return None if u is None else u.to(q.dtype), [g_state, *g_parameters], scale
 
 
 def _differentiate_by_autograd(
@@ -208,9 +211,9 @@ def _differentiate_by_autograd(
     q: Tensor,
     arguments: Sequence[Tensor],
     gq: Tensor | None,
-    gain: float,
 ) -> tuple[Tensor, Sequence[Tensor | None]]:
-    """The same for any branch, through a graph of its own: q, parameters and arguments are fresh leaves of it."""
+    """The same for any branch, and by arguments, through a graph of its own: q, parameters and arguments are its leaves."""
+    gain = segment.chain.couplings[index].gain
     tracked = gq is not None
     leaf = q.detach().requires_grad_(tracked)
     parameters = {

@@ -16,7 +16,7 @@ from branches import ALL_SCHEMES, SCHEMES, Conditioned, conv_norm_relu, small_co
 from gradients import assert_agree, assert_bitwise, compare_with_store, training_step, weighted_sum
 from torch import Tensor, nn
 
-from revode import AdditiveCoupling, Leapfrog, MidPoint, ReversibleSequence, SymmetricField, Verlet
+from revode import AdditiveCoupling, AntisymmetricField, Leapfrog, MidPoint, ReversibleSequence, SymmetricField, Verlet
 
 STRATEGIES = ("reversible", "checkpoint", "store")
 
@@ -428,6 +428,30 @@ class TestAutocast:
             y.sum().backward()
         assert len(seen) == 8
         assert all(torch.equal(a, b) for a, b in zip(seen[:4], reversed(seen[4:]), strict=True))
+
+    @pytest.mark.parametrize("backward", ["outside", "inside", "inside another"])
+    @pytest.mark.parametrize("norm", ["none", "batch"])
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_a_field_with_a_product_of_its_own_gives_autograds_bits(
+        self, dtype: torch.dtype, norm: str, backward: str
+    ) -> None:
+        def record(known: bool) -> dict[str, Any]:
+            torch.manual_seed(0)
+            fields = [SymmetricField(4, norm=norm, leading=True) for _ in range(3)]
+            fields += [AntisymmetricField(4, norm=norm)]
+            for field in fields:
+                if not known:
+                    field.register_forward_hook(lambda *_: None)  # sends it through autograd
+            sequence = ReversibleSequence(fields, Verlet(h=0.1), exact=True)
+            x = torch.randn(3, 8, 5, 5, requires_grad=True)
+            with autocast(dtype=dtype):
+                y = sequence(x)
+            other = torch.float16 if dtype == torch.bfloat16 else torch.bfloat16
+            with autocast(backward != "outside" and known, other if backward == "inside another" else dtype):
+                weighted_sum(y).backward()
+            return {"y": y.detach(), "x": x.grad} | {n: p.grad for n, p in sequence.named_parameters()}
+
+        assert_bitwise(record(known=True), record(known=False))
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     def test_half_precision_inputs_are_raised_to_single(self, dtype: torch.dtype) -> None:

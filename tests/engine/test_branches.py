@@ -481,6 +481,14 @@ class TestBuffers:
         assert [int(norm.num_batches_tracked) for norm in norms] == [1] * 4
         torch.testing.assert_close(norms[0].running_mean, x.mean(0) * (0.1 if momentum else 1.0), rtol=1e-3, atol=1e-3)
 
+    def test_batch_statistics_of_a_field_move_once_though_only_the_older_state_is_used(self) -> None:
+        fields = [SymmetricField(4, norm="batch", leading=True) for _ in range(4)]
+        sequence = ReversibleSequence(fields, Verlet(h=0.1))
+        _, (p, _) = sequence(torch.randn(2, 8, 5, 5, requires_grad=True), return_state=True)
+        after_forward = {name: buffer.clone() for name, buffer in sequence.named_buffers()}
+        p.sum().backward()
+        assert_agree(dict(sequence.named_buffers()), after_forward, 0.0)
+
     def test_inverse_does_not_move_batch_statistics(self) -> None:
         sequence = sequence_of(lambda: nn.BatchNorm1d(4))
         _, state = sequence(double_input(), return_state=True)
