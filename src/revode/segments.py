@@ -122,9 +122,9 @@ class _ReversibleFunction(torch.autograd.Function):
         grads = _Gradients(segment.inputs)
         for index in reversed(range(segment.start, segment.stop)):
             q_next, q = q, p
-            known = _still_known(ctx.known[index], segment.parameters[index]) if gq is not None else None
+            known = None if gq is None else _still_known(ctx.known[index], segment.parameters[index])
             needs_value = index > segment.start
-            if known is None:
+            if known is None or gq is None:
                 u, products = _differentiate_by_autograd(segment, replay, index, q, arguments, gq)
                 scale = 1.0
             else:

@@ -232,6 +232,19 @@ def test_trainings_in_processes_have_directories_and_a_command_of_their_own(tmp_
     assert one.finished(run) is None
 
 
+def test_trainings_in_lower_precision_have_directories_and_a_command_of_their_own(tmp_path):
+    run, place = tiny_run(), Place(tmp_path, autocast="bfloat16")
+    assert run.config(place).execution.autocast == "bfloat16"
+    assert place.folder(run) != Place(tmp_path).folder(run)
+    found = reproduce(tiny_item(run), Scope("smoke"), place, tmp_path / "out")
+    assert not found.problems
+    assert (
+        "`revode reproduce quick-74 --budget smoke --autocast bfloat16`"
+        in (tmp_path / "out" / "quick-74.md").read_text()
+    )
+    assert "autocast: bfloat16" in (place.folder(run) / "config.yaml").read_text()
+
+
 def test_a_process_that_fails_is_a_task_that_failed(tmp_path):
     run = tiny_run(settings={**SETTINGS, "batch_size": 1})  # two processes cannot share one image
     found = reproduce(tiny_item(run), Scope("smoke"), Place(tmp_path, processes=2), tmp_path / "out")

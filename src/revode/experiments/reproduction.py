@@ -84,5 +84,5 @@ def reproduce(
         finally:
             if outcomes:
                 target = out or default_out(item, scope)
-                found.files = write_findings(item, scope, outcomes, found.problems, len(tasks), target, place.processes)
+                found.files = write_findings(item, scope, outcomes, found.problems, len(tasks), target, place)
     return found

@@ -23,22 +23,33 @@ HOME = Path("runs") / "reproduce"
 class Place:
     """Where and how tasks are done; threads change the last bits of what they find, processes the batch statistics.
 
+    What changes more than bits is part of a training's directory and of the command that its page names.
+
     Attributes:
         home: The directory of the tasks' directories.
         data_root: Folder of the data sets.
         threads: CPU threads of a process; 0 leaves torch's choice.
         processes: Processes of a training, each with its share of every batch.
+        autocast: Precision of a training's branches, as ``revode train --autocast`` takes it.
     """
 
     home: Path = HOME
     data_root: str | None = None
     threads: int = 0
     processes: int = 1
+    autocast: str = "none"
 
     def folder(self, task: Task) -> Path:
         """The directory of a task: its name for people, and a digest of all that decides its result."""
-        shared = f"-in-{self.processes}" if task.is_shared and self.processes > 1 else ""
-        return self.home / f"{task.slug}{shared}-{task.digest}"
+        shared = f"-in-{self.processes}" if task.is_training and self.processes > 1 else ""
+        precision = f"-{self.autocast}" if task.is_training and self.autocast != "none" else ""
+        return self.home / f"{task.slug}{shared}{precision}-{task.digest}"
+
+    @property
+    def flags(self) -> str:
+        """How a command says what changes more than bits."""
+        shared = f" --processes {self.processes}" if self.processes > 1 else ""
+        return shared + (f" --autocast {self.autocast}" if self.autocast != "none" else "")
 
     def finished(self, task: Task) -> dict[str, Any] | None:
         """The result of a task that was done before."""
@@ -52,8 +63,8 @@ class TaskFailed(RuntimeError):
 class Task(ABC):
     """What all tasks can say."""
 
-    is_shared: ClassVar[bool] = False
-    """Whether several processes do it together, if there are to be several."""
+    is_training: ClassVar[bool] = False
+    """Whether several processes may do it together, and in lower precision."""
 
     @property
     @abstractmethod

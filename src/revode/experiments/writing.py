@@ -11,6 +11,7 @@ from typing import Any
 
 from revode.experiments.charts import standalone
 from revode.experiments.item import Findings, Item, Outcome, Scope, Table
+from revode.experiments.task import Place
 from revode.experiments.training_run import TrainingRun
 from revode.training.checkpoint import write_atomically
 from revode.training.planning import human_time
@@ -20,11 +21,10 @@ _LEFT_OUT = ("confusion", "plan", "test_accuracy", "test_loss", "validation_accu
 """Entries of a training's result that belong to its own directory; its accuracy is given as `TrainingRun.score`."""
 
 
-def command(item: Item, scope: Scope, processes: int) -> str:
+def command(item: Item, scope: Scope, place: Place) -> str:
     """The command that makes these files; where data lie is the reader's own."""
     seeds = "" if scope.num_seeds is None else f" --seeds {scope.num_seeds}"
-    shared = "" if processes == 1 else f" --processes {processes}"
-    return f"revode reproduce {item.name} --budget {scope.budget}{seeds}{shared}"
+    return f"revode reproduce {item.name} --budget {scope.budget}{seeds}{place.flags}"
 
 
 def write_findings(
@@ -34,7 +34,7 @@ def write_findings(
     problems: dict[str, str],
     num_tasks: int,
     out: Path,
-    processes: int = 1,
+    place: Place,
 ) -> list[Path]:
     """Write everything into `out`; returns the files' paths.
 
@@ -45,14 +45,14 @@ def write_findings(
         problems: Title of a task that found no result -> why.
         num_tasks: Tasks in all.
         out: The directory; made if absent.
-        processes: Processes of a training.
+        place: Where and how.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"cannot write to {out} ({error.strerror}); give another --out") from error
     findings = item.findings(scope, outcomes)
-    origin = provenance(item, scope, outcomes, num_tasks, processes)
+    origin = provenance(item, scope, outcomes, num_tasks, place)
     files = []
     for chart in findings.charts:
         path = out / f"{item.name}{'-' if chart.name else ''}{chart.name}.svg"
@@ -76,16 +76,16 @@ def _entry(outcome: Outcome) -> dict[str, Any]:
     return {"title": task.title, "kind": type(task).__name__, "settings": task.identity(), "result": result}
 
 
-def provenance(
-    item: Item, scope: Scope, outcomes: Sequence[Outcome], num_tasks: int, processes: int = 1
-) -> dict[str, Any]:
+def provenance(item: Item, scope: Scope, outcomes: Sequence[Outcome], num_tasks: int, place: Place) -> dict[str, Any]:
     """What the numbers depend on: command, seeds, time, versions, hardware."""
     results = [outcome.result for outcome in outcomes]
     seeds = sorted({outcome.task.seed for outcome in outcomes if hasattr(outcome.task, "seed")})
     return {
         "item": item.name,
         "budget": scope.budget,
-        "command": command(item, scope, processes),
+        "command": command(item, scope, place),
+        "processes": place.processes,
+        "autocast": place.autocast,
         "finished": len(outcomes),
         "of": num_tasks,
         "seeds": seeds,
