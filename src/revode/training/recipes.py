@@ -31,8 +31,8 @@ RECIPES: dict[str, dict[str, Any]] = {
     },
     "quick": {
         "dataset": "cifar10",
-        "epochs": 10,
-        "batch_size": 128,
+        "epochs": 15,
+        "batch_size": 64,
         "lr": 0.1,
         "schedule": "one-cycle",
         "nesterov": True,
