@@ -162,10 +162,11 @@ def use_strategy(model: nn.Module, strategy: str) -> None:
 def _extrapolate(model: nn.Module, step: Callable[[int], None], num_images: int) -> int:
     """Peak bytes at `num_images`, from their peaks at two and three images: activations grow linearly with the batch.
 
-    (Batch norm over a single pixel cannot train on one image.)
+    (Batch norm over a single pixel cannot train on one image.) Under a memory budget they do not, and all images are taken.
     """
+    budget = any(getattr(module, "memory_budget", None) is not None for module in model.modules())
     peaks = []
-    for count in (2, 3) if num_images > 3 else (num_images,):
+    for count in (2, 3) if num_images > 3 and not budget else (num_images,):
         with PeakActivations(model.parameters()) as peak:
             step(count)
         peaks.append(peak.num_bytes)
@@ -188,9 +189,10 @@ def _seconds(action: Callable[[], None], device: torch.device) -> float:
 
 @torch.no_grad()
 def _flops(model: nn.Module, image: Tensor) -> int:
+    """Counted on a black image: before any training, running statistics do not bound the states of a real one."""
     model.eval()
     with FlopCounterMode(display=False) as counter:
-        model(image)
+        model(torch.zeros_like(image))
     return counter.get_total_flops()
 
 
