@@ -18,7 +18,7 @@ from revode.training.recipes import RECIPES
 from revode.training.runs import read_metrics
 
 MODEL = "hamiltonian-74"
-OPTIONS: dict[str, Any] = {"norm": "batch", "h": 1.0, "memory_budget": 100_000_000}
+OPTIONS: dict[str, Any] = {"norm": "batch", "h": 0.3, "memory_budget": 100_000_000}
 CPU: dict[str, Any] = {"exact": 14, "evaluate_every": 5}
 _TINY = {"blocks": [2, 2], "channels": [4, 8]}
 

@@ -142,7 +142,7 @@ def make_plan(
             memory[name] = _extrapolate(trial, step, len(images))
         return Plan(
             params=sum(p.numel() for p in model.parameters() if p.requires_grad),
-            flops_per_image=_flops(trial, images[:1]),
+            flops_per_image=_flops(copy.deepcopy(model), images[:1]),
             activation_bytes=memory,
             strategy=strategy,
             seconds_per_step=seconds,
@@ -189,7 +189,7 @@ def _seconds(action: Callable[[], None], device: torch.device) -> float:
 
 @torch.no_grad()
 def _flops(model: nn.Module, image: Tensor) -> int:
-    """Counted on a black image: before any training, running statistics do not bound the states of a real one."""
+    """Counted on zeros: before any training, running statistics do not bound the states of a real image."""
     model.eval()
     with FlopCounterMode(display=False) as counter:
         model(torch.zeros_like(image))
