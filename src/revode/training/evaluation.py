@@ -41,8 +41,10 @@ def evaluate(
 ) -> Score | None:
     """Score `model` on every image of `split` once; None if `should_stop` said so on the way.
 
-    Every process makes the same number of calls, since a sharded network answers only if all ask.
+    Every process makes the same number of calls, since a sharded network answers only if all ask, and with the same
+    statistics, those of rank 0.
     """
+    group.share_buffers(model)
     was_training = model.training
     model.eval()
     confusion = torch.zeros(info.num_classes, info.num_classes, dtype=torch.float64, device=group.device)
