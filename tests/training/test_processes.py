@@ -16,6 +16,7 @@ from tiny_runs import FLAGS, read_rows, tiny, without_batch_statistics
 from revode.training import train
 from revode.training.launching import ProcessFailed, train_in_processes
 from revode.training.runs import read_json
+from revode.training.scoring import load_run, score_run
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
 
@@ -121,6 +122,20 @@ def test_a_process_that_fails_ends_the_others(tmp_path, capfd):
     with pytest.raises(ProcessFailed, match=r"failed in one of 2 processes \(exit codes \[2, 2\]\)"):
         train_in_processes(config, tmp_path / "run", 2)
     assert "nowhere" in capfd.readouterr().err
+
+
+def test_processes_are_scored_with_the_statistics_that_are_kept(tmp_path):
+    result = train_in_processes(tiny(options={"norm": "batch"}, lr=0.5), tmp_path / "run", 2)
+    score = score_run(load_run(tmp_path / "run"))
+    assert score.loss == pytest.approx(result["test_loss"], rel=1e-5)
+    assert score.accuracy == result["test_accuracy"]
+
+
+def test_bad_input_that_only_the_leader_finds_is_one_sentence(tmp_path, capfd):
+    with pytest.raises(ProcessFailed, match=r"exit codes \[2, 2\]"):
+        train_in_processes(tiny(exact=23, options={"h": 5.0}), tmp_path / "run", 2)
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "exact=23 holds states of magnitude below 2 only" in line
 
 
 def test_a_signal_reaches_all_processes_and_the_run_goes_on(tmp_path):

@@ -53,7 +53,13 @@ def findings(scope: Scope, outcomes: list[Outcome]) -> Findings:
     header = ["network", "data", "recipe", "epochs", "time", "test accuracy, ours"]
     header.append(f"paper, CIFAR-10 ({paper.CIFAR_SCHEDULE})")
     seconds = sum(outcome.result["seconds"] for outcome in outcomes) / len(outcomes)
-    row = [outcomes[0].task.name, outcomes[0].task.dataset, first["recipe"], f"{first['epochs']:g}", human_time(seconds)]
+    row = [
+        outcomes[0].task.name,
+        outcomes[0].task.dataset,
+        first["recipe"],
+        f"{first['epochs']:g}",
+        human_time(seconds),
+    ]
     row += [spread(accuracies.values()), of_paper(paper.CIFAR[MODEL]["cifar10"])]
     series = {}
     for outcome in outcomes:

@@ -7,16 +7,19 @@ batch; sums go over all processes. Without it, everything here is the identity.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from revode.training.config import ExecutionConfig
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,19 @@ class Group:
         values = [value]
         dist.broadcast_object_list(values, src=0)
         return values[0]
+
+    def decided_by_leader(self, decide: Callable[[], T]) -> T:
+        """What rank 0 decides, everywhere. If it finds bad input, rank 0 raises and says so, and the others leave quietly."""
+        answer: T | ValueError | None = None
+        if self.leads:
+            try:
+                answer = decide()
+            except ValueError as error:
+                answer = error
+        answer = self.from_leader(answer)
+        if isinstance(answer, ValueError):
+            raise answer if self.leads else SystemExit(2)
+        return cast(T, answer)
 
     def share_buffers(self, model: nn.Module) -> None:
         """Give every process rank 0's buffers."""
@@ -112,8 +128,12 @@ def parallelize(model: nn.Module, config: ExecutionConfig, group: Group) -> nn.M
     if config.parallel == "fsdp":
         return _shard(model)
     devices = [group.device.index] if group.device.type == "cuda" else None
-    # Statistics matter in evaluation only, which shares rank 0's; sharing them in every step takes a quarter of the time.
-    return nn.parallel.DistributedDataParallel(model, device_ids=devices, broadcast_buffers=False)
+    # Statistics matter in evaluation only, which shares rank 0's: no need to share them in every step.
+    known = inspect.signature(nn.parallel.DistributedDataParallel).parameters
+    option = (
+        "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    )  # its name before torch 2.13
+    return nn.parallel.DistributedDataParallel(model, device_ids=devices, **{option: False})
 
 
 def _shard(model: nn.Module) -> nn.Module:

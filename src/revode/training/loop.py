@@ -95,22 +95,16 @@ def _named_folder(out: str | Path | None, resume: str | None) -> Path | None:
 
 def _agree_on_folder(config: Config, folder: Path | None, may_hold_run: bool, group: Group) -> Path:
     """The run directory, checked before anything is written; rank 0 decides, since it may write before others look."""
-    answer: Path | ValueError | None = None
-    if group.leads:
-        try:
-            if folder is None:
-                stem = f"{config.model.name}-{config.data.dataset}-seed{config.execution.seed}"
-                folder = vacant_folder(Path("runs") / stem)
-            elif not may_hold_run:
-                check_vacant(folder)
-            answer = folder
-        except ValueError as error:
-            answer = error
-    answer = group.from_leader(answer)
-    if isinstance(answer, ValueError):
-        raise answer
-    assert answer is not None
-    return answer
+
+    def decide() -> Path:
+        if folder is None:
+            stem = f"{config.model.name}-{config.data.dataset}-seed{config.execution.seed}"
+            return vacant_folder(Path("runs") / stem)
+        if not may_hold_run:
+            check_vacant(folder)
+        return folder
+
+    return group.decided_by_leader(decide)
 
 
 @contextlib.contextmanager
@@ -195,8 +189,9 @@ class _Run:
         """The cost of the run, measured by rank 0 on a copy; a resumed run knows it already."""
         if self.source.state:
             return self.source.state["plan"]
-        if not self.group.leads:
-            return {}
+        return self.group.decided_by_leader(self._measure_plan)
+
+    def _measure_plan(self) -> dict[str, Any]:
         job = self.job
         settings = job.config.optimization
         size = settings.batch_size // settings.accumulate // self.group.world_size
