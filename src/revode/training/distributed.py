@@ -130,10 +130,11 @@ def parallelize(model: nn.Module, config: ExecutionConfig, group: Group) -> nn.M
     devices = [group.device.index] if group.device.type == "cuda" else None
     # Statistics matter in evaluation only, which shares rank 0's: no need to share them in every step.
     known = inspect.signature(nn.parallel.DistributedDataParallel).parameters
-    option = (
+    name = (
         "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-    )  # its name before torch 2.13
-    return nn.parallel.DistributedDataParallel(model, device_ids=devices, **{option: False})
+    )  # as older versions call it
+    options: dict[str, Any] = {"device_ids": devices, name: False}
+    return nn.parallel.DistributedDataParallel(model, **options)
 
 
 def _shard(model: nn.Module) -> nn.Module:
