@@ -17,15 +17,20 @@ _MANTISSA_BITS = {torch.float32: 24, torch.float64: 53}
 
 
 class _RoundToGrid(torch.autograd.Function):
-    """round(x 2^k) / 2^k with the identity as its gradient."""
+    """round(a x 2^k) / 2^k with the gradient of a x.
+
+    Multiplying by 2^k is exact, so that a 2^k makes one factor without changing a bit.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
-        return torch.mul(x, scale).round_().mul_(1.0 / scale)
+    def forward(ctx: Any, x: Tensor, gain: float, scale: float) -> Tensor:
+        ctx.gain = gain
+        return torch.mul(x, gain * scale).round_().mul_(1.0 / scale)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        return grad_outputs[0], None
+        g = grad_outputs[0]
+        return g if ctx.gain == 1.0 else g * ctx.gain, None, None
 
 
 class _GradientInStrides(torch.autograd.Function):
@@ -72,13 +77,13 @@ class Grid:
             raise ValueError(f"exact needs states of dtype float32 or float64, got {dtype}: convert the input first")
         return 2.0 ** (_MANTISSA_BITS[dtype] - self.bits)
 
-    def round(self, x: Tensor) -> Tensor:
-        """The nearest grid points; the gradient passes unchanged."""
-        return _RoundToGrid.apply(x, 2.0**self.bits)  # type: ignore[return-value]
+    def round(self, x: Tensor, gain: float = 1.0) -> Tensor:
+        """The grid points nearest to gain * x; the gradient is that of gain * x."""
+        return _RoundToGrid.apply(x, gain, 2.0**self.bits)  # type: ignore[return-value]
 
-    def round_(self, x: Tensor) -> Tensor:
+    def round_(self, x: Tensor, gain: float = 1.0) -> Tensor:
         """``round``, written over x; without a gradient."""
-        return x.mul_(2.0**self.bits).round_().mul_(2.0**-self.bits)
+        return x.mul_(gain * 2.0**self.bits).round_().mul_(2.0**-self.bits)
 
     def check_on_grid(self, state: Tensor, where: str) -> None:
         """``check``, and that every value is a grid point."""

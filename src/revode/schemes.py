@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 Field = Callable[[Tensor], Tensor]
-Rounding = Callable[[Tensor], Tensor]
+Rounding = Callable[[Tensor, float], Tensor]
+"""(u, gain) -> gain * u, rounded."""
 State = tuple[Tensor, Tensor]
 OpenState = tuple[Tensor | None, Tensor]
 """A pair whose first member may still be missing: a one-tensor scheme before its start."""
@@ -35,9 +36,10 @@ class Coupling:
 
     def phi(self, q: Tensor, u: Tensor, rounding: Rounding | None, out: Tensor | None) -> Tensor:
         """keep * q + gain * u, the second term rounded if asked; the same bits for ``step`` and ``reverse``."""
-        increment = u if self.gain == 1.0 else torch.mul(u, self.gain, out=out)
         if rounding is not None:
-            increment = rounding(increment)
+            increment = rounding(u, self.gain)
+        else:
+            increment = u if self.gain == 1.0 else torch.mul(u, self.gain, out=out)
         return increment if self.keep == 0.0 else torch.add(increment, q, alpha=self.keep, out=out)
 
     def step(
@@ -49,7 +51,7 @@ class Coupling:
             p: the older state.
             q: the newer state.
             u: the branch's value at q.
-            rounding: what to do to the increment before it is added.
+            rounding: how to round the increment before it is added.
             out: where to write; u itself if nobody else needs it.
         """
         if p is not None and rounding is None and self.carry == 1.0 and self.keep == 0.0:
