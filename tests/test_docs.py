@@ -9,7 +9,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
-PAGES = ["README.md", "docs/engine.md", "docs/adding-a-scheme.md"]
+PAGES = ["README.md", "docs/engine.md", "docs/networks.md", "docs/adding-a-scheme.md"]
 
 
 def python_blocks(page: str) -> list[str]:

@@ -7,6 +7,8 @@ import importlib
 import os
 import sys
 
+from revode.commands import HelpFormatter
+
 COMMANDS = {
     "models": "every named network, its parameters beside the paper's",
     "data": "fetch and verify data sets",
@@ -32,7 +34,7 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, text in COMMANDS.items():
         subparser = subparsers.add_parser(
-            name, help=text, description=text[0].upper() + text[1:] + ".", formatter_class=argparse.RawTextHelpFormatter
+            name, help=text, description=text[0].upper() + text[1:] + ".", formatter_class=HelpFormatter
         )
         if name == command:
             importlib.import_module(f"revode.commands.{name}").add_arguments(subparser)

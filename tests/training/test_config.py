@@ -131,6 +131,21 @@ def test_recipe_and_data_set_find_each_other(given_settings, recipe, dataset):
     assert (config.recipe, config.data.dataset) == (recipe, dataset)
 
 
+@pytest.mark.parametrize(
+    ("given_settings", "model"),
+    [
+        ({}, "hamiltonian-digits"),
+        ({"dataset": "cifar10"}, "hamiltonian-74"),
+        ({"recipe": "quick"}, "hamiltonian-74"),
+        ({"recipe": "cifar-1202"}, "hamiltonian-1202"),
+        ({"dataset": "stl10"}, "hamiltonian-stl"),
+        ({"recipe": "quick", "model": "resnet-32"}, "resnet-32"),
+    ],
+)
+def test_a_recipe_brings_its_own_network(given_settings, model):
+    assert configure(**given_settings).model.name == model
+
+
 def test_print_config_writes_what_config_reads(tmp_path, capsys):
     words = ["train", "hamiltonian-74", "--recipe", "quick", "--lr", "0.05", "--milestones", "1,2", "--no-augment"]
     words += ["--options", "h=1e-2,blocks=[1,2]", "--epochs", "none", "--max-steps", "7", "--print-config"]

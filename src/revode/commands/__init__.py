@@ -3,3 +3,17 @@
 A command module imports nothing heavy at its top, so that every ``--help`` answers at once; ``run`` imports the room it
 serves, calls it and prints. Bad input is raised as ``ValueError`` by the room and printed as one sentence by ``cli``.
 """
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+
+
+class HelpFormatter(argparse.RawTextHelpFormatter):
+    """Help with the line breaks it was written with, and more where the terminal is narrower."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return [
+            piece for line in text.splitlines() for piece in textwrap.wrap(line, width, subsequent_indent="  ") or [""]
+        ]

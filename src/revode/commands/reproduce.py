@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "examples: revode reproduce memory --budget smoke\n"
         "          revode reproduce table-1 --budget cpu --dry-run\n"
-        "          revode reproduce fig-cifar-subset --budget cpu --seeds 3 --data-root data\n"
+        "          revode reproduce fig-cifar-subset --budget cpu --seeds 3\n"
         "The same command goes on where it was stopped.\n"
         "exit codes: 0 done, 2 bad input, 3 a training diverged or a measurement failed,\n"
         "            130/143 stopped by a signal and resumable"
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--budget", choices=BUDGETS, default="smoke", help=f"{budgets}\ndefault: smoke")
     parser.add_argument("--seeds", type=int, metavar="N", help="train with seeds 0 .. N-1; default: the item's own")
     parser.add_argument(
-        "--data-root", metavar="DIR", help="folder of the data sets; default as in `revode data --help`"
+        "--data-root", metavar="DIR", help="folder of the data sets; default as in `revode data get --help`"
     )
     parser.add_argument("--out", metavar="DIR", help="where table, figures and JSON go; default results/ITEM-BUDGET")
     parser.add_argument("--runs", metavar="DIR", help="where the tasks' directories lie; default runs/reproduce")

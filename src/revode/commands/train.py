@@ -17,13 +17,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.allow_abbrev = False
     parser.epilog = (
         "examples: revode train\n"
-        "          revode train hamiltonian-74 --dataset cifar10 --recipe quick --out runs/first\n"
+        "          revode train hamiltonian-74 --recipe quick --out runs/first\n"
         "          revode train --out runs/first --resume auto\n"
-        "          torchrun --nproc-per-node 2 -m revode.cli train hamiltonian-74 --out runs/two\n"
-        "exit codes: 0 done, 2 bad input, 3 diverged, 130/143 stopped by a signal and resumable"
+        "          torchrun --nproc-per-node 2 -m revode.cli train --out runs/two\n"
+        "exit codes: 0 done, 2 bad input, 3 diverged, 130/143 stopped and resumable"
     )
     parser.add_argument(
-        "model", nargs="?", metavar="MODEL", help="a name of `revode models`; hamiltonian-digits unless given"
+        "model", nargs="?", metavar="MODEL", help="a name of `revode models`; the recipe's own unless given"
     )
     parser.add_argument(
         "--recipe", choices=_RECIPES, default=argparse.SUPPRESS, help="named settings; auto suits the data set"

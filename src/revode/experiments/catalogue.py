@@ -17,7 +17,7 @@ ITEMS = {
     "depth-1202": ("depth_1202", "1,202 layers: loss, memory, gradients over depth"),
     "memory": ("memory", "memory over depth under every gradient strategy"),
     "stability": ("stability", "the theory's claims, measured: eigenvalues, growth, step sizes"),
-    "quick-74": ("quick_74", "hamiltonian-74 on CIFAR-10 by the recipe quick, within 3 hours on two cores"),
+    "quick-74": ("quick_74", "hamiltonian-74 with batch norm, CIFAR-10, recipe quick"),
 }
 """Name -> module in this room, one line of help."""
 

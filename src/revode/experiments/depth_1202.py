@@ -134,7 +134,7 @@ def _cost_table(costs: list[Outcome]) -> Table:
             human_bytes(result["saved_bytes"]),
             peak,
             seconds,
-            "fits into 10 GB" if task.model == DEEP else ABSENT,
+            "fits into 10 GB" if (task.model, task.strategy) == (DEEP, "reversible") else ABSENT,
         ]
     header = ["network, strategy", "parameters", "layers", "batch", "kept for backward", "peak of a fresh process"]
     return Table([*header, "time of a step", "paper"], rows, "What a step costs")

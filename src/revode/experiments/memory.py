@@ -70,7 +70,8 @@ def findings(scope: Scope, outcomes: list[Outcome]) -> Findings:
         found.append(_chart(peaks, "peak", "peak of the process, MB", text))
     remarks = [
         f"What {SQRT} keeps grows as √N; in backward it holds one recomputed segment of √N blocks besides, which only the "
-        "peaks show. The paper prints no figure of memory; it states that memory does not grow with depth, and that 1,202 "
+        "peaks show. Peaks include the gradients of the parameters, whose number grows with depth. The paper prints no "
+        "figure of memory; it states that memory does not grow with depth, and that 1,202 "
         "layers run in 10 GB of a GPU (batch 32)."
     ]
     return Findings(tables, found, remarks, {"growth": {name: _growth(values) for name, values in kept.items()}})

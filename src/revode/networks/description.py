@@ -43,8 +43,8 @@ def count_parameters(config: NetworkConfig) -> int:
 
 
 def summarize(name: str) -> dict[str, Any]:
-    """One line of the list: layout and parameters for colour images in 10 and in 100 classes, the paper's beside them."""
-    config = model_config(name, num_classes=10, in_channels=3)
+    """One line of the list: layout and parameters for its own images in 10 and in 100 classes, the paper's beside them."""
+    config = model_config(name, num_classes=10)
     num_parameters = count_parameters(config)
     paper = PAPER_PARAMETERS.get(name, (None, None))
     return {

@@ -92,7 +92,7 @@ class RecordConfig:
     monitor_every: int = _leaf(100, "updates between calls of the monitor")
     report: bool = _leaf(True, "write report.html at the end")
     tensorboard: bool = _leaf(False, "also write TensorBoard events")
-    data_root: str | None = _leaf(None, "folder of the data sets; default as in `revode data --help`")
+    data_root: str | None = _leaf(None, "folder of the data sets; default as in `revode data get --help`")
 
 
 @dataclass(frozen=True, kw_only=True)
