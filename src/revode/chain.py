@@ -66,8 +66,8 @@ class Chain:
         if torch.compiler.is_compiling() or not isinstance(branch, KnownField):
             return None
         ambiguous = self.grid is not None and 1 in q.shape
-        # Autocast leaves float64 as it is; one operator then decides by the other's dtype, which is autograd's to find out.
-        mixed = autocast.enabled and any(tensor.dtype != q.dtype for tensor in branch.tensors())
+        # What comes of several dtypes, or whether it is refused, is for the operations themselves to say.
+        mixed = any(tensor.dtype != q.dtype for tensor in branch.tensors())
         return None if self.kwargs or ambiguous or mixed or not branch.knows_vjp() else branch
 
     def parameters(self, index: int) -> dict[str, Tensor]:

@@ -17,13 +17,21 @@ from torch import Tensor, nn
 from revode.operators import AntisymmetricConv, Conv
 from revode.parts import ACTIVATIONS, Bias
 
+
+def _relu_slope(g: Tensor, output: Tensor) -> Tensor:
+    """g where output > 0; in the strides of output, as autograd returns it, so over g only if those are g's too."""
+    if g.stride() != output.stride():
+        return torch.ops.aten.threshold_backward(g, output, 0)
+    return torch.ops.aten.threshold_backward.grad_input(g, output, 0, grad_input=g)
+
+
 SLOPES: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
-    torch.relu: lambda g, output: torch.ops.aten.threshold_backward.grad_input(g, output, 0, grad_input=g),
+    torch.relu: _relu_slope,
     torch.tanh: lambda g, output: torch.ops.aten.tanh_backward.grad_input(g, output, grad_input=g),
     torch.sigmoid: lambda g, output: torch.ops.aten.sigmoid_backward.grad_input(g, output, grad_input=g),
     ACTIVATIONS["identity"]: lambda g, output: g,
 }
-"""σ -> the map (g, σ(a)) -> g σ'(a), written over g, by the kernels that autograd itself would call."""
+"""σ -> the map (g, σ(a)) -> g σ'(a), written over g where it can be, by the kernels that autograd itself would call."""
 
 
 IN_PLACE: dict[Any, Callable[[Tensor], Tensor]] = {
@@ -103,10 +111,14 @@ def _is_known(module: nn.Module) -> bool:
     return type(module) in (Conv, AntisymmetricConv, Bias, nn.Identity)
 
 
+_METHODS = frozenset("forward adjoint kernel convolve convolve_adjoint value vjp".split())
+"""What a known field and its parts are called by."""
+
+
 def _is_altered(module: nn.Module) -> bool:
     """Whether hooks, or methods replaced on this instance, make a call differ from the class's own."""
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    return bool(hooks) or not {"forward", "adjoint", "value", "vjp"}.isdisjoint(vars(module))
+    return bool(hooks) or not _METHODS.isdisjoint(vars(module))
 
 
 def convolution_vjp(

@@ -156,8 +156,11 @@ class Replay:
             if torch.compiler.is_compiling():
                 return call_without_trace(branch, q, kwargs, parameters)
             record = self._records.get(index)
-            if record is None:  # a field that knew its own product in forward: it draws nothing and has no buffers
-                return call_without_trace(branch, q, kwargs, parameters)
+            if (
+                record is None
+            ):  # a field that knew its product in forward: it draws nothing, and batch norms were training
+                with _training_modes(branch, [True] * sum(1 for _ in branch.modules())):
+                    return call_without_trace(branch, q, kwargs, parameters)
             for name, (buffer, version) in record.unchanged.items():
                 if buffer._version != version:
                     raise RuntimeError(f"its buffer {name!r} was modified in place between forward and backward")

@@ -124,11 +124,13 @@ class _ReversibleFunction(torch.autograd.Function):
             q_next, q = q, p
             known = None if gq is None else _still_known(ctx.known[index], segment.parameters[index])
             needs_value = index > segment.start
-            if known is None or gq is None:
-                u, products = _differentiate_by_autograd(segment, replay, index, q, arguments, gq)
-                scale = 1.0
-            else:
+            u: Tensor | None = None
+            products: Sequence[Tensor | None] = []
+            scale = 1.0
+            if known is not None and gq is not None:
                 u, products, scale = _differentiate(segment, replay, index, known, q, gq, needs_value)
+            elif needs_value or gq is not None:
+                u, products = _differentiate_by_autograd(segment, replay, index, q, arguments, gq)
             if needs_value:
                 p = chain.retreat(index, q, q_next, u, spend=known is not None)
             coupling = chain.couplings[index]
@@ -196,10 +198,11 @@ def _differentiate(
     """
     chain = segment.chain
     gain = chain.couplings[index].gain
-    # Scaling the products spares a pass over gq; on the grid, bits must be those of stored segments.
-    g, scale = (gq, gain) if chain.grid is None else (gq * gain, 1.0)
+    dtype = replay.autocast.compute_dtype(q)
+    # Scaling the products spares a pass over gq. But on the grid, bits must be those of stored segments, and float16 has no
+    # range to spare for what is scaled only later.
+    g, scale = (gq, gain) if chain.grid is None and dtype == q.dtype else (gq * gain, 1.0)
     with replay.autocast.disabled():  # the field casts by itself
-        dtype = replay.autocast.compute_dtype(q)
         u, g_state, g_parameters = known.vjp(q, with_strides(g, q.stride()), dtype, needs_value)
     return None if u is None else u.to(q.dtype), [g_state, *g_parameters], scale
 

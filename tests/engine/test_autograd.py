@@ -453,6 +453,17 @@ class TestAutocast:
 
         assert_bitwise(record(known=True), record(known=False))
 
+    def test_a_field_with_a_product_of_its_own_keeps_the_range_of_float16(self) -> None:
+        """The step size must scale a co-state before it is cast, not after."""
+        for backprop in ("reversible", "store"):
+            torch.manual_seed(0)
+            sequence = ReversibleSequence([SymmetricField(4) for _ in range(4)], Leapfrog(h=0.1), backprop=backprop)
+            x = torch.randn(2, 4, 5, 5, requires_grad=True)
+            with autocast(dtype=torch.float16):
+                y = sequence(x)
+            y.backward(torch.full_like(y, 1e3))
+            assert all(p.grad.isfinite().all() for p in [x, *sequence.parameters()]), backprop
+
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     def test_half_precision_inputs_are_raised_to_single(self, dtype: torch.dtype) -> None:
         for exact in (False, True):

@@ -65,6 +65,14 @@ class Widening(nn.Module):
         return torch.cat((q, q), dim=1)
 
 
+@pytest.mark.parametrize("backprop", ["reversible", "checkpoint", "store"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_weights_of_another_dtype_than_the_state_are_refused(dtype: torch.dtype, backprop: str) -> None:
+    sequence = ReversibleSequence([SymmetricField(4) for _ in range(2)], MidPoint(h=0.1), backprop=backprop).to(dtype)
+    with pytest.raises(ValueError, match="failed on a state"):
+        sequence(torch.randn(2, 4, 5, 5))
+
+
 class Rounding(nn.Module):
     def forward(self, q: Tensor) -> Tensor:
         return q.to(torch.float64)

@@ -308,6 +308,16 @@ class TestOddReturns:
         sequence(torch.randn(1, 2, 4, 4, requires_grad=True)).sum().backward()
         assert calls.count("backward") == 1
 
+    @pytest.mark.parametrize("method", ["kernel", "convolve", "convolve_adjoint"])
+    def test_a_method_replaced_on_one_operator_is_honoured(self, method: str) -> None:
+        def make(**options: Any) -> ReversibleSequence:
+            fields = [SymmetricField(4) for _ in range(4)]
+            original = getattr(fields[1].operator, method)
+            setattr(fields[1].operator, method, lambda *args: 2.0 * original(*args))
+            return ReversibleSequence(fields, MidPoint(h=0.1), **options).double()
+
+        compare_with_store(make, double_input(2, 4, 5, 5))
+
     def test_a_forward_replaced_on_one_field_is_honoured(self) -> None:
         def make(**options: Any) -> ReversibleSequence:
             sequence = sequence_of(lambda: SymmetricField(4, ndim=1), **options)
@@ -352,6 +362,19 @@ class TestBetweenForwardAndBackward:
     @pytest.mark.parametrize("backprop", ["reversible", "checkpoint"])
     def test_the_gradient_is_that_of_the_forward(self, backprop: str, between: Any) -> None:
         assert_agree(self.step(backprop, between), self.step("store", lambda s: None))
+
+    @pytest.mark.parametrize("used", [0, 1])
+    def test_a_field_in_the_mode_of_its_forward_though_only_one_state_is_used(self, used: int) -> None:
+        gradients = []
+        for change in (False, True):
+            torch.manual_seed(0)
+            sequence = ReversibleSequence([SymmetricField(4, norm="batch") for _ in range(4)], Verlet(h=0.3)).double()
+            x = double_input(3, 8, 5, 5).requires_grad_()
+            _, state = sequence(x, return_state=True)
+            sequence.train(not change)
+            state[used].square().sum().backward()
+            gradients.append({"x": x.grad} | {name: p.grad for name, p in sequence.named_parameters()})
+        assert_agree(*gradients, 0.0)
 
     def test_modes_are_left_as_the_user_set_them(self) -> None:
         sequence = sequence_of(lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)))

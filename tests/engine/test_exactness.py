@@ -12,7 +12,17 @@ from branches import IMAGE_BRANCHES, SCHEMES, Conditioned, conv_norm_relu, gelu_
 from gradients import Record, assert_bitwise, training_step
 from torch import Tensor, nn
 
-from revode import AdditiveCoupling, Leapfrog, MidPoint, Momentum, OneLayerField, ReversibleSequence, Verlet
+from revode import (
+    AdditiveCoupling,
+    AntisymmetricField,
+    Leapfrog,
+    MidPoint,
+    Momentum,
+    OneLayerField,
+    ReversibleSequence,
+    SymmetricField,
+    Verlet,
+)
 
 FOUR_SCHEMES = {name: SCHEMES[name] for name in ("verlet", "additive", "midpoint", "leapfrog")}
 LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
@@ -222,6 +232,25 @@ def test_true_means_fourteen_bits() -> None:
 def test_double_precision_is_exact_too() -> None:
     fields = [tanh_layer(4).double() for _ in range(60)]
     assert_exact(fields, Leapfrog(h=0.2), torch.randn(2, 4, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("enabled", [False, True], ids=["fp32", "bf16-autocast"])
+@pytest.mark.parametrize("norm", ["none", "batch"])
+@pytest.mark.parametrize("field", [SymmetricField, AntisymmetricField])
+def test_kernels_of_another_layout_than_the_state_change_no_bit(field: Any, norm: str, enabled: bool) -> None:
+    gradients = []
+    for backprop in ("reversible", "store"):
+        torch.manual_seed(0)
+        sequence = ReversibleSequence(
+            [field(6, norm=norm) for _ in range(6)], MidPoint(h=0.2), exact=True, backprop=backprop
+        )
+        sequence.to(memory_format=torch.channels_last)
+        x = torch.randn(3, 6, 8, 8, requires_grad=True)
+        with autocast(enabled):
+            y = sequence(x)
+        y.square().sum().backward()
+        gradients.append({"y": y.detach(), "x": x.grad} | {name: p.grad for name, p in sequence.named_parameters()})
+    assert_bitwise(*gradients)
 
 
 def test_gradient_passes_the_rounding_of_the_input_unchanged() -> None:

@@ -200,6 +200,16 @@ def test_strategies_train_alike_and_reversible_keeps_less(tmp_path):
         assert result["peak_activation_bytes"] == pytest.approx(predicted, rel=0.05)
 
 
+def test_a_plan_knows_the_memory_budget(tmp_path):
+    alone = train(tiny(max_steps=1, backprop="store"), tmp_path / "store")["plan"]["activation_bytes"]
+    budget = (alone["reversible"] + alone["store"]) // 2
+    result = train(tiny(max_steps=1, options={"memory_budget": budget}), tmp_path / "run")
+    planned = result["plan"]["activation_bytes"]
+    assert planned["reversible"] == pytest.approx(result["peak_activation_bytes"], rel=0.05)
+    assert planned["reversible"] < planned["store"] == alone["store"]
+    assert planned["checkpoint"] == alone["checkpoint"]
+
+
 def test_planning_changes_no_bit_of_the_weights(tmp_path):
     from revode.training.distributed import Group
 

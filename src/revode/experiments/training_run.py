@@ -86,7 +86,9 @@ class TrainingRun(Task):
         """The configuration for the training room."""
         values: dict[str, Any] = {"model": self.model, "dataset": self.dataset, "recipe": self.recipe, **self.settings}
         values |= {"seed": self.seed, "options": self.options}
-        values |= {"data_root": place.data_root, "threads": place.threads, "autocast": place.autocast}
+        values |= {"data_root": place.data_root, "threads": place.threads}
+        if place.autocast != "none":
+            values["autocast"] = place.autocast
         used = self.num_images + self.hold_out
         values["train_fraction"] = used / TRAIN_IMAGES[self.dataset]
         if self.hold_out:

@@ -52,7 +52,8 @@ def train(
             only say where and how it runs.
 
     Raises:
-        ValueError: Bad input, or a file that cannot be read or written.
+        ValueError: Bad input, or a file that cannot be read or written. Where only rank 0 can find it, the other processes
+            leave with ``SystemExit(2)``.
         Diverged: The loss is not a number any more.
         Interrupted: A signal stopped the run after it was saved.
     """

@@ -151,7 +151,10 @@ def make_plan(
 
 
 def use_strategy(model: nn.Module, strategy: str) -> None:
-    """Set every reversible sequence of `model` to compute its gradients by `strategy`."""
+    """Set every reversible sequence of `model` to compute its gradients by `strategy`; a budget goes with reversible only."""
+    if _budget(model) is not None and strategy != "reversible":
+        classifier: Any = model
+        classifier.config = classifier.config.with_options(memory_budget=None)
     for module in model.modules():
         if isinstance(module, ReversibleSequence):
             if strategy != module.backprop:
@@ -159,14 +162,18 @@ def use_strategy(model: nn.Module, strategy: str) -> None:
             module.backprop = strategy
 
 
+def _budget(model: nn.Module) -> int | None:
+    """The memory budget of a whole network, which it divides among its sequences when it is called."""
+    return getattr(getattr(model, "config", None), "memory_budget", None)
+
+
 def _extrapolate(model: nn.Module, step: Callable[[int], None], num_images: int) -> int:
     """Peak bytes at `num_images`, from their peaks at two and three images: activations grow linearly with the batch.
 
     (Batch norm over a single pixel cannot train on one image.) Under a memory budget they do not, and all images are taken.
     """
-    budget = any(getattr(module, "memory_budget", None) is not None for module in model.modules())
     peaks = []
-    for count in (2, 3) if num_images > 3 and not budget else (num_images,):
+    for count in (2, 3) if num_images > 3 and _budget(model) is None else (num_images,):
         with PeakActivations(model.parameters()) as peak:
             step(count)
         peaks.append(peak.num_bytes)
