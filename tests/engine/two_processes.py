@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 
@@ -153,8 +154,10 @@ def main() -> None:
         except Exception as error:
             results[name] = f"{type(error).__name__}: {error}"
     if dist.get_rank() == 0:
-        print("RESULTS" + json.dumps(results))
+        print("RESULTS" + json.dumps(results), flush=True)
+    dist.barrier()
     dist.destroy_process_group()
+    os._exit(0)  # threads of gloo that outlive the group can abort an orderly exit
 
 
 if __name__ == "__main__":

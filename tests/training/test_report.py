@@ -70,6 +70,23 @@ def test_depth_profile_sees_round_off_and_exact_reconstruction(run):
         assert set(profile.reconstruction_error) == {0.0}
 
 
+def test_a_run_under_a_memory_budget_has_a_report(tmp_path):
+    result = train(tiny(max_steps=1), tmp_path / "plain")["plan"]["activation_bytes"]
+    options = {"memory_budget": (result["reversible"] + result["store"]) // 2}
+    train(tiny(max_steps=1, exact=14, options=options, report=True), tmp_path / "run")
+    assert "<h2>Over depth</h2>" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_a_report_that_fails_leaves_a_finished_run(tmp_path, capsys, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("out of ink")
+
+    monkeypatch.setattr("revode.training.report.write_report", fail)
+    result = train(tiny(max_steps=1, report=True), tmp_path / "run")
+    assert result["steps"] == 1
+    assert "no report.html: RuntimeError: out of ink; `revode report" in capsys.readouterr().out
+
+
 def test_many_classes_fit_one_matrix():
     names = [f"class{i}" for i in range(100)]
     assert "<text" in confusion_matrix(torch.eye(100, dtype=torch.int64).tolist(), names)

@@ -95,7 +95,7 @@ def render(rows: Sequence[Row], conditions: dict[str, str], figures: Sequence[st
 def _conditions(conditions: dict[str, str]) -> str:
     lines = ", ".join(f"{name} {value}" for name, value in conditions.items() if name != "processor")
     return (
-        f"Regenerate this page with `{COMMAND}` (on an idle machine; about 25 minutes on 2 cores), one table with the command "
+        f"Regenerate this page with `{COMMAND}` (on an idle machine; about 20 minutes on 2 cores), one table with the command "
         f"above it.\n\nMeasured on: {conditions['processor']}, {lines}.\n"
     )
 
@@ -128,9 +128,9 @@ def _floors(rows: Sequence[Row]) -> str:
 
 
 _FLOORS = """The convolutions and matrix products of a step, called alone (the column **floor** of the tables below, times the
-step): 8 convolutions for a branch of a reversible step, 6 where everything is stored. No arrangement of the same calls gets
-below these ratios; [speed.md](speed.md) says what was tried to change the calls. A value of one column against its neighbour
-shows what everything else costs on either side."""
+step): 8 convolutions for a branch of a reversible step, 6 where everything is stored. A step's
+ratio falls below the convolutions' only where storing wastes time on memory; [speed.md](speed.md) says what was tried to change the
+calls. Compare "ours / store's" with "steps": the difference is everything that is not a convolution."""
 
 
 def _workload(name: str, rows: Sequence[Row]) -> str:

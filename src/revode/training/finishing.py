@@ -40,6 +40,8 @@ def finish(
         print(f"  {write_report(folder, job.config.record.data_root)}")
     except ImportError as error:
         print(f"  no {REPORT}: {error}; install revode[plot] and run `revode report {folder}`")
+    except Exception as error:  # the run is done and written: a page that fails must not make it look failed
+        print(f"  no {REPORT}: {type(error).__name__}: {error}; `revode report {folder}` tries again")
     return result
 
 
