@@ -128,9 +128,9 @@ def _floors(rows: Sequence[Row]) -> str:
 
 
 _FLOORS = """The convolutions and matrix products of a step, called alone (the column **floor** of the tables below, times the
-step): 8 convolutions for a branch of a reversible step, 6 where everything is stored. A step's
-ratio falls below the convolutions' only where storing wastes time on memory; [speed.md](speed.md) says what was tried to change the
-calls. Compare "ours / store's" with "steps": the difference is everything that is not a convolution."""
+step): 8 convolutions for a branch of a reversible step, 6 where everything is stored. A step's ratio
+falls below the convolutions' only where storing wastes time on memory; [speed.md](speed.md) says what was tried to change
+the calls. Compare "ours / store's" with "steps": the difference is everything that is not a convolution."""
 
 
 def _workload(name: str, rows: Sequence[Row]) -> str:
