@@ -156,9 +156,8 @@ class Replay:
             if torch.compiler.is_compiling():
                 return call_without_trace(branch, q, kwargs, parameters)
             record = self._records.get(index)
-            if (
-                record is None
-            ):  # a field that knew its product in forward: it draws nothing, and batch norms were training
+            if record is None:
+                # A field that knew its product in forward: it draws nothing, and its batch norms were in training.
                 with _training_modes(branch, [True] * sum(1 for _ in branch.modules())):
                     return call_without_trace(branch, q, kwargs, parameters)
             for name, (buffer, version) in record.unchanged.items():

@@ -129,10 +129,9 @@ def parallelize(model: nn.Module, config: ExecutionConfig, group: Group) -> nn.M
         return _shard(model)
     devices = [group.device.index] if group.device.type == "cuda" else None
     # Statistics matter in evaluation only, which shares rank 0's: no need to share them in every step.
+    # (Older versions of torch call that option broadcast_buffers.)
     known = inspect.signature(nn.parallel.DistributedDataParallel).parameters
-    name = (
-        "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-    )  # as older versions call it
+    name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     options: dict[str, Any] = {"device_ids": devices, name: False}
     return nn.parallel.DistributedDataParallel(model, **options)
 
