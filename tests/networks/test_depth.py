@@ -85,3 +85,16 @@ def test_smooth_kernels_have_the_papers_distribution_and_differ_little_from_thei
     assert (deviations / std - 1).abs().max() < 0.1
     assert (kernels[1:] - kernels[:-1]).flatten(1).std(dim=1).max() < 0.05 * std
     assert (kernels[-1] - kernels[0]).std() > std
+
+
+def main() -> None:
+    """Print the table of docs/networks.md."""
+    for family in ("hamiltonian", "midpoint", "leapfrog"):
+        for activation in ("relu", "tanh"):
+            units = (sequence_of_depth(count, family, activation=activation) for count in (10, 100, 1000))
+            cells = [", ".join(f"{ratio:.2f}" for ratio in travel(unit)) for unit in units]
+            print("|", " | ".join([f"{family}, {activation}", *cells]), "|")
+
+
+if __name__ == "__main__":
+    main()

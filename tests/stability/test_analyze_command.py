@@ -85,11 +85,11 @@ def test_analysis_leaves_the_model_alone():
     assert all(p.requires_grad and p.grad is None for p in model.parameters())
 
 
-TINY = ["--set", "blocks=[2,2]", "--set", "channels=[8,16]"]
+TINY = "blocks=[2,2],channels=[8,16]"
 
 
 def test_command_prints_a_summary_and_writes_a_page(tmp_path, capsys):
-    assert main(["analyze", "hamiltonian-digits", *TINY, "--num-images", "2", "--out", str(tmp_path)]) == 0
+    assert main(["analyze", "hamiltonian-digits", "--options", TINY, "--num-images", "2", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "hamiltonian-digits, 2 images (digits)" in printed
     assert max(map(len, printed.splitlines())) <= max(80, len(str(tmp_path)) + 30)
@@ -106,9 +106,8 @@ def test_command_prints_json_and_writes_nothing_unasked(tmp_path, capsys, monkey
         "--json",
         "--dataset",
         str(array),
-        *TINY,
-        "--set",
-        "h=0.2",
+        "--options",
+        f"{TINY},h=0.2",
     ]
     assert main(args) == 0
     numbers = json.loads(capsys.readouterr().out)
@@ -172,8 +171,8 @@ def bad_inputs(tmp_path):
         "unknown data set": ["hamiltonian-digits", "--dataset", "imagenet"],
         "expected numbers of shape": ["hamiltonian-digits", "--dataset", str(tmp_path / "flat.npy")],
         "at least 1": ["hamiltonian-digits", "--num-images", "0"],
-        "NAME=VALUE": ["hamiltonian-digits", "--set", "h"],
-        "no option": ["hamiltonian-digits", "--set", "depth=3"],
+        "expected settings, as h=0.05": ["hamiltonian-digits", "--options", "h"],
+        "no option": ["hamiltonian-digits", "--options", "depth=3"],
     }
 
 

@@ -220,6 +220,16 @@ def test_planning_changes_no_bit_of_the_weights(tmp_path):
     assert all(torch.equal(kept[name], tensor) for name, tensor in job.model.named_parameters())
 
 
+@pytest.mark.parametrize(("clock", "seconds", "runs"), [((0, 2.5, 3, 3.5), 0.5, 2), ((0, 30), 30, 1)])
+def test_the_time_foretold_leaves_out_the_first_run_unless_that_is_long(monkeypatch, clock, seconds, runs):
+    from revode.training import planning
+
+    done = []
+    monkeypatch.setattr(planning.time, "perf_counter", iter(clock).__next__)
+    assert planning._seconds(lambda: done.append(1), torch.device("cpu")) == seconds
+    assert len(done) == runs
+
+
 def test_monitors_write_lines_of_metrics(tmp_path):
     class Norm:
         def on_step(self, model, step):

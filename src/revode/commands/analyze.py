@@ -10,7 +10,7 @@ from typing import Any
 
 _EPILOG = """example: revode analyze hamiltonian-74
          revode analyze runs/first --against revnet-38 --out runs/first
-         revode analyze midpoint-62 --set h=0.05 --set activation=tanh --json"""
+         revode analyze midpoint-62 --options h=0.05,activation=tanh --json"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,12 +21,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--against", metavar="MODEL|RUN", help="a second network, measured on the same images")
     parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        dest="options",
-        metavar="NAME=VALUE",
-        help="an option of a named network, such as h=0.05 or init=smooth; may be repeated",
+        "--options",
+        default="",
+        metavar="VALUE",
+        help="options of a named network, as h=0.05,init=smooth",
     )
     parser.add_argument(
         "--dataset",
@@ -62,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     first, dataset = _network(args.subject, args.options, args.seed)
     networks = [(args.subject, first)]
     if args.against:
-        networks.append((args.against, _network(args.against, [], args.seed)[0]))
+        networks.append((args.against, _network(args.against, "", args.seed)[0]))
     name = args.dataset or dataset or "digits"
     results = []
     source = ""
@@ -99,15 +97,18 @@ def _label(subject: str, model: Any) -> str:
     return f"{name} ({Path(subject).name})" if Path(subject).exists() else name
 
 
-def _network(subject: str, options: list[str], seed: int) -> tuple[Any, str | None]:
+def _network(subject: str, options: str, seed: int) -> tuple[Any, str | None]:
     """The network, and the data set it was trained on."""
     import torch
 
     import revode
+    from revode.training.settings import LEAVES, convert
 
     path = Path(subject)
     if path.exists() and options:
-        raise ValueError("--set belongs to a network by name: trained weights keep the options they were trained with")
+        raise ValueError(
+            "--options belongs to a network by name: trained weights keep the options they were trained with"
+        )
     if path.is_dir():
         from revode.training.scoring import load_run
 
@@ -119,17 +120,7 @@ def _network(subject: str, options: list[str], seed: int) -> tuple[Any, str | No
         raise ValueError(f"there is no run and no file {subject}; give a named network (see `revode models`) or a run")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return revode.create_model(subject, **dict(map(_option, options))), None
-
-
-def _option(text: str) -> tuple[str, Any]:
-    name, equals, value = text.partition("=")
-    if not equals or not name:
-        raise ValueError(f"--set takes NAME=VALUE, got {text!r}")
-    try:
-        return name, json.loads(value)
-    except json.JSONDecodeError:
-        return name, value
+        return revode.create_model(subject, **convert(LEAVES["options"], options)), None
 
 
 def _images(name: str, root: str | None, num_images: int, model: Any) -> tuple[Any, Any, str]:
