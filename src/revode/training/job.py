@@ -70,9 +70,6 @@ class Job:
         # Equal weights everywhere, then noise of its own for each process.
         torch.manual_seed(config.execution.seed + group.rank)
         self.notes: list[str] = []
-        if config.execution.sync_batch_norm:
-            self.model, note = synchronize_batch_norm(self.model, group)
-            self.notes.append(f"--sync-batch-norm: {note}")
 
     def _choose_images(self) -> tuple[data.Split, data.Split | None]:
         settings, seed = self.config.data, self.config.execution.seed
@@ -100,6 +97,9 @@ class Job:
     def start(self) -> None:
         """Make what needs the final parameters: the wrapped network, the optimizer, the average."""
         execution, optimization = self.config.execution, self.config.optimization
+        if execution.sync_batch_norm:  # not earlier: rank 0 plans alone, and would wait for the others' statistics
+            self.model, note = synchronize_batch_norm(self.model, self.group)
+            self.notes.append(f"--sync-batch-norm: {note}")
         self.network = parallelize(self.model, execution, self.group)
         if execution.compile:
             self.network = cast(nn.Module, torch.compile(self.network))
