@@ -57,7 +57,7 @@ class Chain:
     def name(self, index: int) -> str:
         return f"branch {index} ({type(self.branches[index]).__name__})"
 
-    def known_field(self, index: int, q: Tensor, autocast: Autocast) -> KnownField | None:
+    def known_field(self, index: int, q: Tensor) -> KnownField | None:
         """The branch at `index`, if it gives its own vector-Jacobian product in this call.
 
         On the grid a dimension of size 1 rules it out: its stride is ambiguous, and with it the kernel that autograd takes.
@@ -66,9 +66,7 @@ class Chain:
         if torch.compiler.is_compiling() or not isinstance(branch, KnownField):
             return None
         ambiguous = self.grid is not None and 1 in q.shape
-        # What comes of several dtypes, or whether it is refused, is for the operations themselves to say.
-        mixed = any(tensor.dtype != q.dtype for tensor in branch.tensors())
-        return None if self.kwargs or ambiguous or mixed or not branch.knows_vjp() else branch
+        return None if self.kwargs or ambiguous or not branch.knows_vjp(q.dtype) else branch
 
     def parameters(self, index: int) -> dict[str, Tensor]:
         """The parameters of one branch by name."""

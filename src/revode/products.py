@@ -80,8 +80,11 @@ class KnownField(nn.Module, abc.ABC):
         children = (child for child in self._modules.values() if child is not None)
         return [parameter for child in children for parameter in child._parameters.values() if parameter is not None]
 
-    def knows_vjp(self) -> bool:
-        """Whether ``vjp`` applies to this field as it is now."""
+    def knows_vjp(self, dtype: torch.dtype) -> bool:
+        """Whether ``vjp`` applies to this field as it is now, to a state in `dtype`.
+
+        What comes of several dtypes, or whether it is refused, is for the operations of ``forward`` to say.
+        """
         children = [child for child in self._modules.values() if child is not None]
         tensors = self.tensors()
         return (
@@ -91,7 +94,8 @@ class KnownField(nn.Module, abc.ABC):
             and all(_is_known(child) for child in children)
             and not _is_altered(self)
             and not any(_is_altered(child) for child in children)
-            and all(type(tensor) is nn.Parameter and tensor.requires_grad for tensor in tensors)
+            and all(type(tensor) is nn.Parameter for tensor in tensors)
+            and all(tensor.requires_grad and tensor.dtype == dtype for tensor in tensors)
             and len({id(tensor) for tensor in tensors}) == len(tensors)
         )
 

@@ -92,7 +92,7 @@ class _ReversibleFunction(torch.autograd.Function):
         replay = Replay(q.device)
         known = {}
         for index in range(segment.start, segment.stop):
-            field = known[index] = chain.known_field(index, q, replay.autocast)
+            field = known[index] = chain.known_field(index, q)
             if field is None:
                 u = chain.evaluate(index, q, kwargs, replay.first, replay.autocast)
             else:
