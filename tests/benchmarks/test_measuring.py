@@ -19,11 +19,15 @@ def test_spread_is_median_and_quartiles() -> None:
     assert Spread.of([5.0, 1.0, 2.0, 4.0, 3.0]) == Spread(3.0, 2.0, 4.0)
 
 
-def test_repetitions_are_interleaved_in_turning_order() -> None:
+def test_every_round_holds_every_action_behind_changing_neighbours_and_then_the_rest() -> None:
     seen: list[str] = []
-    seconds = interleave({name: lambda name=name: seen.append(name) for name in "abc"}, repeats=3)
-    assert "".join(seen) == "abcbcacab"
-    assert {len(values) for values in seconds.values()} == {3}
+    actions, rest = ({name: lambda name=name: seen.append(name) for name in names} for names in ("abc", "xy"))
+    seconds = interleave(actions, repeats=20, then=rest)
+    rounds = ["".join(seen[i : i + 5]) for i in range(0, len(seen), 5)]
+    assert all(sorted(each[:3]) == list("abc") and each[3:] == "xy" for each in rounds)
+    assert {each[:3].find("a") for each in rounds} == {0, 1, 2}
+    assert {each[each.index("c") - 1] for each in rounds if each[0] != "c"} == {"a", "b"}
+    assert {len(values) for values in seconds.values()} == {20}
 
 
 def test_budget_bounds_repetitions_but_not_below_the_fewest() -> None:

@@ -173,7 +173,7 @@ class _Timed:
 
 
 def _time(cases: dict[str, Case], settings: Settings) -> _Timed:
-    """Steps and bare convolutions, in the same interleaved rounds."""
+    """Steps in shuffled rounds, and the bare convolutions after each round."""
     recorded = {name: record(case) for name, case in cases.items()}  # the warm-up, too
     for case in cases.values():
         if case.method.compiled:
@@ -182,7 +182,7 @@ def _time(cases: dict[str, Case], settings: Settings) -> _Timed:
     for call in calls.values():
         call()
     actions: dict[Any, Callable[[], object]] = {name: case.step for name, case in cases.items()}
-    seconds = interleave(actions | calls, settings.repeats, settings.budget, settings.fewest)
+    seconds = interleave(actions, settings.repeats, settings.budget, settings.fewest, then=calls)
     medians = {call: Spread.of(seconds[call]).median for call in calls}
     for case in cases.values():
         case.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -41,16 +42,23 @@ def interleave(
     repeats: int | None = None,
     budget: float = 60.0,
     fewest: int = MIN_REPEATS,
+    *,
+    then: Mapping[Any, Callable[[], object]] | None = None,
 ) -> dict[Any, list[float]]:
     """Seconds of every repetition of every action. Whoever calls has warmed them up.
+
+    What runs before an action leaves it a heap and caches of its own, so each round has another order.
 
     Args:
         actions: what to time, by any key.
         repeats: how often; as often as the budget allows if not given.
         budget: seconds that all repetitions together may take.
         fewest: repetitions that are made whatever the budget.
+        then: timed as well, but after the actions of each round: short calls of another kind, which should come between
+            no two of them.
     """
-    seconds: dict[Any, list[float]] = {key: [] for key in actions}
+    last = dict(then or {})
+    seconds: dict[Any, list[float]] = {key: [] for key in [*actions, *last]}
     keys = list(actions)
     collecting = gc.isenabled()
     gc.disable()
@@ -58,9 +66,10 @@ def interleave(
         done, limit = 0, MAX_REPEATS if repeats is None else repeats
         while done < limit:
             gc.collect()
-            # The order turns, so that nobody always runs behind the same neighbour.
-            for key in keys[done % len(keys) :] + keys[: done % len(keys)]:
+            for key in random.Random(done).sample(keys, len(keys)):
                 seconds[key].append(clock(actions[key]))
+            for key, action in last.items():
+                seconds[key].append(clock(action))
             done += 1
             if repeats is None:
                 one_round = sum(map(sum, seconds.values())) / done
