@@ -49,6 +49,8 @@ _HOMES = {
     "Verlet": "revode.schemes",
 }
 
+_ROOMS = ("data", "networks", "regularizers", "stability", "training")
+
 __all__ = ["__version__", *_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
@@ -57,8 +59,10 @@ def __getattr__(name: str) -> object:
         value = getattr(importlib.import_module(_HOMES[name]), name)
         globals()[name] = value
         return value
+    if name in _ROOMS:
+        return importlib.import_module(f"revode.{name}")
     raise AttributeError(f"module 'revode' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES])
+    return sorted({*globals(), *_HOMES, *_ROOMS})

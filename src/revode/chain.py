@@ -23,6 +23,10 @@ class BranchError(ValueError, RuntimeError):
     """A branch failed, or broke a rule; says which, and on what. Caught as `ValueError` or as torch's `RuntimeError`."""
 
 
+class BranchTypeError(BranchError, TypeError):
+    """A branch was called in a way it does not understand; caught as `TypeError`, too."""
+
+
 def tensor_leaves(tree: Any) -> list[Tensor]:
     """The tensors in a nest of dicts, lists and tuples."""
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
@@ -91,7 +95,7 @@ class Chain:
             u = call(index, branch, q, kwargs)
         except torch.OutOfMemoryError:
             raise
-        except (RuntimeError, ValueError) as error:
+        except (AssertionError, IndexError, RuntimeError, TypeError, ValueError) as error:
             raise self._failure(index, q, error) from error
         if [_version(tensor) for tensor in inputs] != versions:
             raise BranchError(
@@ -111,8 +115,11 @@ class Chain:
         return with_strides(u, q.stride())
 
     def _failure(self, index: int, q: Tensor, error: Exception) -> BranchError:
-        state = f"a state of shape {tuple(q.shape)} and dtype {q.dtype}"
-        return BranchError(f"{self.name(index)} failed on {state}: {error}")
+        text = f"{self.name(index)} failed on a state of shape {tuple(q.shape)} and dtype {q.dtype}: {error}"
+        if not isinstance(error, TypeError):
+            return BranchError(text)
+        given = ", ".join(self.kwargs)
+        return BranchTypeError(f"{text} (every branch is given the keyword arguments {given})" if given else text)
 
     def _conform(self, index: int, q: Tensor, u: Any, autocast: Autocast) -> Tensor:
         if not isinstance(u, Tensor):

@@ -8,6 +8,7 @@ keep their input and never invert), ``store`` is one stored segment, and anchors
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from revode.accounting import graph_bytes
 from revode.chain import Chain, tensor_leaves
 from revode.grid import Grid, gradient_in_strides, with_strides
-from revode.replay import Autocast, call_without_trace
+from revode.replay import Autocast, call_to_invert
 from revode.schemes import OpenState, Scheme, State
 from revode.segments import ReversibleSegment, StoredCall
 from revode.tracing import allow_tracing
@@ -84,6 +85,9 @@ class ReversibleSequence(nn.Module):
     def inverse(self, state: State, *, return_state: bool = False, **kwargs: Any) -> Any:
         """The input that leads to `state`, by walking back.
 
+        It is differentiable as any other computation, so where gradients are enabled it keeps a graph of all branches; under
+        ``torch.no_grad()`` it keeps nothing. A branch that draws random numbers is refused: call ``eval()`` first.
+
         Args:
             state: the pair that ``forward(..., return_state=True)`` returned.
             return_state: whether the forward call went on from a pair, so that a pair is wanted back.
@@ -98,7 +102,7 @@ class ReversibleSequence(nn.Module):
         chain = Chain(list(self.fields), self.scheme, self.grid, started, kwargs)
         autocast = Autocast(q.device.type)
         for index in reversed(range(0 if started else 1, len(self.fields))):
-            u = chain.evaluate(index, q, kwargs, _call_without_trace, autocast)
+            u = chain.evaluate(index, q, kwargs, _call_to_invert, autocast)
             q, q_next = chain.retreat(index, q, q_next, u), q
         if return_state:
             return q, q_next
@@ -147,13 +151,16 @@ class ReversibleSequence(nn.Module):
             allow_tracing()
         total = len(self.fields)
         needs_graph = torch.is_grad_enabled() and self._requires_grad(p, q, chain.kwargs)
-        if not needs_graph or self.backprop == "store" or torch.compiler.is_exporting():
+        traced = torch.compiler.is_exporting() or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
+        if not needs_graph or self.backprop == "store" or traced:
             num_stored, (p, q) = self._store(chain, p, q, total)
         elif self.memory_budget is not None:
             num_stored, (p, q) = self._store_within_budget(chain, p, q, self.memory_budget)
         else:
             num_stored = 0
         length = self.segment_length()
+        if num_stored < total and length > 1:
+            _warn_of_half_precision(q.dtype)
         separate = self.grid is not None and length < total - num_stored
         for start in range(num_stored, total, length):
             p, q = ReversibleSegment(chain, start, min(start + length, total), separate or num_stored > 0).run(p, q)
@@ -192,22 +199,28 @@ class ReversibleSequence(nn.Module):
                 "call the uncompiled sequence once on an input of this shape first"
             )
         call = StoredCall(chain, autocast) if self.grid is not None else _call
-        available = budget - 2 * q.numel() * q.element_size()
+        total, state = len(chain.branches), q.numel() * q.element_size()
         used = largest = index = 0
-        while index < len(chain.branches) and (index == 0 or used + largest <= available):
+        while index < total and (index == 0 or used + largest + self._kept_states(total - index - 1) * state <= budget):
             u = chain.evaluate(index, q, chain.kwargs, call, autocast)
             u = self._stored(u)
             cost = graph_bytes(u, [q, *arguments], self.parameters())
             used, largest = used + cost, max(largest, cost)
             p, q = q, chain.advance(index, p, q, u)
             index += 1
-        if largest > available:
+        least = largest + self._kept_states(total - 1) * state
+        if least > budget:
             raise ValueError(
-                f"memory_budget={budget} is too small to hold one block: the final pair and one branch need "
-                f"{budget - available + largest} bytes"
+                f"memory_budget={budget} is too small to hold one block: the final pair (one for every anchor) and one "
+                f"branch need {least} bytes"
             )
         self._num_stored[kind] = index
         return index, (p, q)
+
+    def _kept_states(self, num_reversed: int) -> int:
+        """States that are kept when so many branches at the end are not stored: a pair a segment, and the final one."""
+        length = self.segment_length()
+        return max(2, math.ceil(num_reversed / length) * (2 if length > 1 else 1))
 
     def segment_length(self) -> int:
         """How many branches a reversible segment holds: all, or as many as lie between two anchors."""
@@ -236,8 +249,18 @@ def _call(index: int, branch: nn.Module, q: Tensor, kwargs: dict[str, Any]) -> A
     return branch(q, **kwargs)
 
 
-def _call_without_trace(index: int, branch: nn.Module, q: Tensor, kwargs: dict[str, Any]) -> Any:
-    return call_without_trace(branch, q, kwargs)
+def _call_to_invert(index: int, branch: nn.Module, q: Tensor, kwargs: dict[str, Any]) -> Any:
+    return call_to_invert(branch, q, kwargs)
+
+
+def _warn_of_half_precision(dtype: torch.dtype) -> None:
+    if dtype in (torch.float16, torch.bfloat16) and not torch.compiler.is_compiling():
+        warnings.warn(
+            f"states in {str(dtype).removeprefix('torch.')} are rebuilt with an error of {torch.finfo(dtype).eps:.0e} at every "
+            "branch, and gradients suffer from it: keep the states in float32 (and train under autocast), set "
+            "anchor_every, or use backprop='checkpoint'",
+            stacklevel=2,
+        )
 
 
 def _kind(value: Any) -> str:

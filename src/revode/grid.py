@@ -16,6 +16,10 @@ DEFAULT_BITS = 14
 _MANTISSA_BITS = {torch.float32: 24, torch.float64: 53}
 
 
+class OutOfRange(ValueError):
+    """A state is not finite, or too large for the grid."""
+
+
 class _RoundToGrid(torch.autograd.Function):
     """round(a x 2^k) / 2^k with the gradient of a x.
 
@@ -111,7 +115,7 @@ class Grid:
         low, high = low.item(), high.item()
         if not (low > -limit and high < limit):
             found = "NaN" if low != low else f"magnitude {max(-low, high):.4g}"
-            raise ValueError(
+            raise OutOfRange(
                 f"exact={self.bits} holds states of magnitude below {limit:g} only, found {found} {where}: "
                 f"use fewer grid bits, a smaller h, or exact=False"
             )

@@ -17,12 +17,17 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.utils import _pytree as pytree
 
 from revode.randomness import Draw
 from revode.tracing import RefuseRandom, dynamo_is_about, eagerly, holds_compiled, refuse_random_nodes
 
 _STATISTICS_ONLY = {_BatchNorm.forward, SyncBatchNorm.forward, _InstanceNorm.forward}
 """Forwards whose output in training mode does not depend on the buffers they update."""
+
+
+_MIND_GRADIENTS = (nn.RNNBase, nn.MultiheadAttention, nn.TransformerEncoderLayer)
+"""Modules that take other kernels, which give other bits, where no gradient is wanted."""
 
 
 class Autocast:
@@ -90,22 +95,42 @@ def call_without_trace(
     return functional_call(branch, instead, (q,), kwargs) if instead else branch(q, **kwargs)
 
 
+def call_to_invert(branch: nn.Module, q: Tensor, kwargs: dict[str, Any]) -> Any:
+    """branch(q) as forward computed it, leaving no trace; refused if it draws random numbers, which nobody has kept."""
+    if torch.compiler.is_compiling():
+        with RefuseRandom():
+            return call_without_trace(branch, q, kwargs)
+    _, others = _buffers(branch)
+    draw = Draw(branch, q.device, pytree.tree_leaves(kwargs))
+    u = call_without_trace(branch, q, kwargs, {name: buffer.clone() for name, buffer in others.items()})
+    draw.close()
+    if draw:
+        draw.undo()
+        raise ValueError(
+            "it draws random numbers (dropout in training mode?), and inverse() does not know those of forward; "
+            "call eval() before forward and inverse"
+        )
+    return u
+
+
 def _call(branch: nn.Module, q: Tensor, kwargs: dict[str, Any]) -> Any:
     return branch(q, **kwargs)
 
 
-def _call_as_recomputed(branch: nn.Module, q: Tensor, kwargs: dict[str, Any]) -> Any:
+def _call_as_recomputed(branch: nn.Module, q: Tensor, kwargs: dict[str, Any], to_the_bit: bool) -> Any:
     """branch(q) in forward, by the very code that the recomputation will run.
 
-    Compiled code draws other random numbers than eager code, and compiled without gradients other ones than with them. So
-    when dynamo is about, frames are not compiled behind our back, and a branch compiled on its own tracks gradients.
+    Compiled code draws other random numbers than eager code, so when dynamo is about, frames are not compiled behind our back.
+    Some code is another with gradients than without; such a branch, and any one whose bits must be equal, tracks them.
     """
-    if not dynamo_is_about():
-        return branch(q, **kwargs)
-    if not holds_compiled(branch):
-        return eagerly(_call)(branch, q, kwargs)
-    with torch.enable_grad():
-        u = branch(q.detach().requires_grad_(), **kwargs)
+    compiled = dynamo_is_about() and holds_compiled(branch)
+    call = eagerly(_call) if dynamo_is_about() and not compiled else _call
+    if not (compiled or to_the_bit or any(isinstance(module, _MIND_GRADIENTS) for module in branch.modules())):
+        return call(branch, q, kwargs)
+    # This graph goes with the call; hooks of the user, who may offload or count what is kept, have no business with it.
+    unseen = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    with torch.enable_grad(), contextlib.nullcontext() if compiled else unseen:
+        u = call(branch, torch.ops.aten.alias(q.detach().requires_grad_()), kwargs)
     return u.detach() if isinstance(u, Tensor) else u
 
 
@@ -122,10 +147,16 @@ class _Record:
 
 
 class Replay:
-    """The record of one forward pass through some branches."""
+    """The record of one forward pass through some branches.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        device: where the state lives.
+        to_the_bit: whether every branch must give the bits that its recomputation will give.
+    """
+
+    def __init__(self, device: torch.device, to_the_bit: bool) -> None:
         self.device = device
+        self.to_the_bit = to_the_bit
         self.autocast = Autocast(device.type)
         self._records: dict[int, _Record] = {}
 
@@ -138,9 +169,9 @@ class Replay:
             return u
         _, buffers = _buffers(branch)
         before = {name: (buffer, buffer._version, buffer.clone()) for name, buffer in buffers.items()}
-        draw = Draw(branch, self.device)
+        draw = Draw(branch, self.device, pytree.tree_leaves(kwargs))
         with self.autocast.restore():
-            u = _call_as_recomputed(branch, q, kwargs)
+            u = _call_as_recomputed(branch, q, kwargs, self.to_the_bit)
         draw.close()
         _, after = _buffers(branch)
         kept = {n: (b, v) for n, (b, v, _) in before.items() if after.get(n) is b and b._version == v}

@@ -42,14 +42,21 @@ class ReversibleSegment:
         self.arguments: list[Tensor] = [leaves[i] for i in self.places]
         self.differentiable = [i for i, argument in enumerate(self.arguments) if argument.requires_grad]
         self.parameters = {index: chain.parameters(index) for index in range(start, stop)}
+        self.trained: dict[int, list[str]] = {}
+        """Names of the parameters that had a gradient in forward, in the order of their slots; by the time of backward they may
+        be frozen."""
         self.inputs: list[Tensor] = []
         self.slots: dict[int, list[int]] = {}
         slot_of: dict[tuple[int, int], int] = {}
         for index in reversed(range(start, stop)):
             _refuse_sharded(chain, index)
-            trained = [p for p in self.parameters[index].values() if p.requires_grad]
+            own = self.parameters[index]
+            self.trained[index] = [name for name, p in own.items() if p.requires_grad]
             self.slots[index] = []
-            for tensor in [*trained, *(self.arguments[i] for i in self.differentiable)]:
+            for tensor in [
+                *(own[name] for name in self.trained[index]),
+                *(self.arguments[i] for i in self.differentiable),
+            ]:
                 key = (id(tensor), index if separate else -1)
                 if key not in slot_of:
                     slot_of[key] = len(self.inputs)
@@ -89,7 +96,7 @@ class _ReversibleFunction(torch.autograd.Function):
         chain = segment.chain
         arguments = tensors[: len(segment.arguments)]
         kwargs = segment.kwargs(arguments)
-        replay = Replay(q.device)
+        replay = Replay(q.device, to_the_bit=chain.grid is not None)
         known = {}
         for index in range(segment.start, segment.stop):
             field = known[index] = chain.known_field(index, q)
@@ -102,7 +109,9 @@ class _ReversibleFunction(torch.autograd.Function):
         ctx.versions = None if torch.compiler.is_compiling() else segment.versions()
         ctx.set_materialize_grads(False)
         inverts = segment.stop - segment.start > 1
-        ctx.save_for_backward(p, q if inverts else None, *arguments)
+        # Compiled, there are no versions to look at; autograd looks at those of what it saves itself.
+        inputs = tensors[len(arguments) :] if torch.compiler.is_compiling() else ()
+        ctx.save_for_backward(p, q if inverts else None, *arguments, *inputs)
         assert p is not None
         return p, q
 
@@ -117,7 +126,8 @@ class _ReversibleFunction(torch.autograd.Function):
         chain = segment.chain
         if ctx.versions is not None:
             segment.check_unchanged(ctx.versions)
-        p, q, *arguments = ctx.saved_tensors
+        p, q, *saved = ctx.saved_tensors
+        arguments, inputs = saved[: len(segment.arguments)], saved[len(segment.arguments) :]
         gp, gq = grad_outputs
         grads = _Gradients(segment.inputs)
         for index in reversed(range(segment.start, segment.stop)):
@@ -130,7 +140,7 @@ class _ReversibleFunction(torch.autograd.Function):
             if known is not None and gq is not None:
                 u, products, scale = _differentiate(segment, replay, index, known, q, gq, needs_value)
             elif needs_value or gq is not None:
-                u, products = _differentiate_by_autograd(segment, replay, index, q, arguments, gq)
+                u, products = _differentiate_by_autograd(segment, replay, index, q, arguments, inputs, gq)
             if needs_value:
                 p = chain.retreat(index, q, q_next, u, spend=known is not None)
             coupling = chain.couplings[index]
@@ -213,15 +223,21 @@ def _differentiate_by_autograd(
     index: int,
     q: Tensor,
     arguments: Sequence[Tensor],
+    inputs: Sequence[Tensor],
     gq: Tensor | None,
 ) -> tuple[Tensor, Sequence[Tensor | None]]:
-    """The same for any branch, and by arguments, through a graph of its own: q, parameters and arguments are its leaves."""
+    """The same for any branch, and by arguments, through a graph of its own: q, parameters and arguments are its leaves.
+
+    `inputs` are the segment's as they were saved, if they were.
+    """
     gain = segment.chain.couplings[index].gain
     tracked = gq is not None
     leaf = q.detach().requires_grad_(tracked)
-    parameters = {
-        n: p.detach().requires_grad_(tracked and p.requires_grad) for n, p in segment.parameters[index].items()
-    }
+    trained = segment.trained[index]
+    own = dict(segment.parameters[index])
+    if inputs:
+        own.update({name: inputs[slot] for name, slot in zip(trained, segment.slots[index], strict=False)})
+    parameters = {name: p.detach().requires_grad_(tracked and name in trained) for name, p in own.items()}
     arguments = list(arguments)
     for i in segment.differentiable:
         arguments[i] = arguments[i].detach().requires_grad_(tracked)

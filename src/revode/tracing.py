@@ -16,7 +16,13 @@ from torch.overrides import TorchFunctionMode
 
 def allow_tracing() -> bool:
     """Let dynamo trace ``torch.autograd.grad``, which the engine's backward calls; runs while dynamo is tracing."""
-    torch._dynamo.config.trace_autograd_ops = True  # type: ignore[attr-defined]
+    config: Any = torch._dynamo.config  # type: ignore[attr-defined]
+    if not hasattr(config, "trace_autograd_ops"):
+        raise RuntimeError(
+            f"torch {torch.__version__} cannot compile the backward pass of a reversible sequence: compile its branches "
+            "(torch.compile(branch)), build it with backprop='store', or use torch 2.13"
+        )
+    config.trace_autograd_ops = True
     return True
 
 

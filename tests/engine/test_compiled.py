@@ -308,3 +308,15 @@ def test_the_finite_difference_catches_other_noise() -> None:
     loss(seed=4).backward()
     measured = finite_difference(loss, layer.weight, direction)
     assert float((layer.weight.grad * direction).sum()) != pytest.approx(measured, rel=1e-3)
+
+
+def test_a_parameter_changed_before_the_backward_raises() -> None:
+    sequence = ReversibleSequence([nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)], MidPoint(h=0.2))
+    compiled = torch.compile(sequence, fullgraph=True, backend="aot_eager")
+    x = torch.randn(2, 4)
+    first, second = compiled(x).sum(), compiled(x).sum()
+    first.backward()
+    with torch.no_grad():
+        next(sequence.parameters()).mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        second.backward()

@@ -24,7 +24,9 @@ def unit_need(part: PartCost, batch: int) -> Need:
     """The need of a reversible unit for a batch of this size."""
     graphs = [branch.of(batch) for branch in part.branches]
     pair = part.pair.of(batch)
-    return Need(pair + max(graphs), pair + sum(graphs), part.flops * batch / max(1, sum(graphs)))
+    pairs = max(pair, part.saved["reversible"].of(batch))  # with anchors, one for each segment
+    minimum = pairs + max(graphs)
+    return Need(minimum, max(minimum, pair + sum(graphs)), part.flops * batch / max(1, sum(graphs)))
 
 
 def share(budget: int, parts: list[PartCost], batch: int) -> list[int]:
