@@ -62,9 +62,11 @@ def main(argv: list[str] | None = None) -> int:
             raise
         print(f"revode {args.command}: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # whoever read our output has gone
         sys.stderr.close()
-        return 0
+        return 141
 
 
 if __name__ == "__main__":

@@ -246,6 +246,12 @@ def test_trainings_in_lower_precision_have_directories_and_a_command_of_their_ow
 
 
 def test_a_process_that_fails_is_a_task_that_failed(tmp_path):
-    run = tiny_run(settings={**SETTINGS, "batch_size": 1})  # two processes cannot share one image
+    run = tiny_run(settings={**SETTINGS, "lr": 1e30, "schedule": "constant"})
     found = reproduce(tiny_item(run), Scope("smoke"), Place(tmp_path, processes=2), tmp_path / "out")
     assert "failed in one of 2 processes" in found.problems[run.title]
+
+
+def test_bad_input_of_a_process_stops_the_item(tmp_path):
+    run = tiny_run(settings={**SETTINGS, "batch_size": 1})  # two processes cannot share one image
+    with pytest.raises(ValueError, match="was refused"):
+        reproduce(tiny_item(run), Scope("smoke"), Place(tmp_path, processes=2), tmp_path / "out")

@@ -118,8 +118,15 @@ def test_a_function_trains_in_processes_and_finds_the_run_again(tmp_path, capfd)
 
 
 def test_a_process_that_fails_ends_the_others(tmp_path, capfd):
+    config = tiny(lr=1e30, schedule="constant", evaluate_every=0)
+    with pytest.raises(ProcessFailed, match=r"failed in one of 2 processes \(exit codes \[3, 3\]\)"):
+        train_in_processes(config, tmp_path / "run", 2)
+    assert "diverged at step" in capfd.readouterr().err
+
+
+def test_bad_input_is_bad_input_of_the_caller_too(tmp_path, capfd):
     config = tiny(dataset="cifar10", data_root=str(tmp_path / "nowhere"))
-    with pytest.raises(ProcessFailed, match=r"failed in one of 2 processes \(exit codes \[2, 2\]\)"):
+    with pytest.raises(ValueError, match="was refused, as said above"):
         train_in_processes(config, tmp_path / "run", 2)
     assert "nowhere" in capfd.readouterr().err
 
@@ -132,7 +139,7 @@ def test_processes_are_scored_with_the_statistics_that_are_kept(tmp_path):
 
 
 def test_bad_input_that_only_the_leader_finds_is_one_sentence(tmp_path, capfd):
-    with pytest.raises(ProcessFailed, match=r"exit codes \[2, 2\]"):
+    with pytest.raises(ValueError, match="was refused"):
         train_in_processes(tiny(exact=23, options={"h": 5.0}), tmp_path / "run", 2)
     (line,) = capfd.readouterr().err.splitlines()
     assert "exact=23 holds states of magnitude below 2 only" in line

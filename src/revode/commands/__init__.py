@@ -17,3 +17,13 @@ class HelpFormatter(argparse.RawTextHelpFormatter):
         return [
             piece for line in text.splitlines() for piece in textwrap.wrap(line, width, subsequent_indent="  ") or [""]
         ]
+
+
+def use_threads(number: int) -> None:
+    """What ``--threads`` asks for; 0 leaves torch's choice."""
+    import torch
+
+    if number < 0:
+        raise ValueError(f"--threads is {number}; expected at least 0")
+    if number:
+        torch.set_num_threads(number)

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from revode.commands import use_threads
+
 _EPILOG = """example: revode analyze hamiltonian-74
          revode analyze runs/first --against revnet-38 --out runs/first
          revode analyze midpoint-62 --options h=0.05,activation=tanh --json"""
@@ -47,16 +49,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print, write the page."""
-    import torch
-
     from revode.stability.analysis import analyze
     from revode.stability.report import write_page
     from revode.stability.sentences import summary
 
     if args.num_images < 1:
         raise ValueError(f"--num-images must be at least 1, got {args.num_images}")
-    if args.threads:
-        torch.set_num_threads(args.threads)
+    use_threads(args.threads)
     first, dataset = _network(args.subject, args.options, args.seed)
     networks = [(args.subject, first)]
     if args.against:

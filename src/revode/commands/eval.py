@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from revode.commands import use_threads
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """RUN, the split, and where to compute."""
@@ -22,12 +24,9 @@ def run(args: argparse.Namespace) -> int:
     """Print accuracy and loss."""
     import json
 
-    import torch
-
     from revode.training.scoring import load_run, score_run
 
-    if args.threads:
-        torch.set_num_threads(args.threads)
+    use_threads(args.threads)
     found = load_run(args.run, args.device)
     score = score_run(found, args.split, args.data_root)
     classes = (score.confusion.diagonal() / score.confusion.sum(1).clamp(min=1)).tolist()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from revode.commands import use_threads
 from revode.experiments.catalogue import BUDGETS, ITEMS
 
 
@@ -48,20 +49,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Complete the item's tasks; 0 when all are done, 3 if one failed, 130 or 143 when a signal stopped it."""
-    import torch
-
     from revode.experiments.catalogue import find_item
     from revode.experiments.estimates import listing
     from revode.experiments.reproduction import make_scope, reproduce
     from revode.experiments.task import HOME, Place
     from revode.training.interruption import Interrupted
 
-    if args.threads < 0:
-        raise ValueError(f"--threads is {args.threads}; expected at least 0")
     if args.processes < 1:
         raise ValueError(f"--processes is {args.processes}; expected at least 1")
-    if args.threads:
-        torch.set_num_threads(args.threads)
+    use_threads(args.threads)
     item, scope = find_item(args.item), make_scope(args.budget, args.seeds, args.data_root)
     home = Path(args.runs) if args.runs else HOME
     place = Place(home, args.data_root, args.threads, args.processes, args.autocast)

@@ -35,7 +35,7 @@ def fetch_official(layout: Layout, root: Path, report: Report) -> None:
     download(layout.url, archive, layout.archive_md5, report)
     report(f"unpacking {archive.name}")
     unpack(archive, layout, root)
-    archive.unlink()
+    archive.unlink(missing_ok=True)  # another process may have been as quick
 
 
 def download(url: str, target: Path, md5: str, report: Report) -> None:
@@ -58,6 +58,8 @@ def download(url: str, target: Path, md5: str, report: Report) -> None:
             report(f"connection lost after {_megabytes(_size(part))} MB; resuming")
     else:
         raise DownloadError(f"{url} broke off {_MAX_RESUMES} times; run the command again to resume")
+    if not part.exists() and target.exists() and _md5(target) == md5:
+        return  # another process has completed it
     found = _md5(part)
     if found != md5:
         part.unlink()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +56,7 @@ def check_files(name: str, layout: Layout, root: Path) -> list[FileStatus]:
 
 def remedy(name: str, root: Path) -> str:
     """The command that gets data set `name` into `root`."""
-    option = "" if root == data_root() else f" --data-root {root}"
+    option = "" if root == data_root() else f" --data-root {shlex.quote(str(root))}"
     return f"`revode data get {name}{option}`"
 
 

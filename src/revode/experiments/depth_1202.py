@@ -11,7 +11,7 @@ from revode.experiments import charts, paper
 from revode.experiments.accuracies import ABSENT, of_paper
 from revode.experiments.footprint import StepCost
 from revode.experiments.item import SMOKE, SMOKE_NOTE, Chart, Findings, Item, Outcome, Scope, Table
-from revode.experiments.task import Measurement, Place, Task
+from revode.experiments.task import Measurement, Place, Task, TaskFailed
 from revode.experiments.training_run import TrainingRun
 from revode.training.planning import human_bytes
 from revode.training.runs import read_metrics
@@ -49,6 +49,8 @@ class OverDepth(Measurement):
         from revode.training.job import build_model
         from revode.training.scoring import load_run
 
+        if place.finished(self.run) is None:
+            raise TaskFailed(f"{self.title}: its training has no result")
         dataset = data.load(self.run.dataset, place.data_root)
         batch = dataset.split("test").take(torch.arange(self.num_images))
         images = data.standardise(batch.images, dataset)

@@ -100,7 +100,7 @@ def measure_step(task: dict[str, Any], threads: int) -> dict[str, Any]:
         started = time.perf_counter()
         _step(model, images, labels)
         times.append(time.perf_counter() - started)
-    peak = max(0, _status("VmHWM") - before)
+    peak = max(0, _status("VmHWM") - before) if before else None  # 0: the system does not tell
     with SavedTensors(exclude=[images, labels, *model.parameters(), *model.buffers()]) as saved:
         loss = _loss(model, images, labels)
     del loss

@@ -142,7 +142,8 @@ class TrainingRun(Task):
         from revode.training.loop import train
 
         if place.processes == 1:
-            return train(self.config(place), place.folder(self), resume="auto")
+            where_and_how = ("data_root", "threads")  # may differ from those of a stopped run
+            return train(self.config(place), place.folder(self), resume="auto", given=where_and_how)
         try:
             return train_in_processes(self.config(place), place.folder(self), place.processes)
         except ProcessFailed as error:

@@ -157,6 +157,8 @@ def _check_values(config: Config) -> None:
     for name in _FRACTIONS:
         if not 0 <= values[name] < 1:
             raise ValueError(f"{name} is {values[name]}; expected a number from 0 up to, not including, 1")
+    if values["seed"] >= 2**63:
+        raise ValueError(f"seed is {values['seed']}; expected less than 2^63")
     if not 0 < values["train_fraction"] <= 1:
         raise ValueError(f"train_fraction is {values['train_fraction']}; expected a number above 0 and at most 1")
     if values["epochs"] is None and values["max_steps"] is None:

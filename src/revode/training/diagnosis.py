@@ -22,30 +22,25 @@ from revode.training.planning import use_strategy
 
 
 class Diverged(RuntimeError):
-    """Loss or gradient is not a number any more.
+    """Loss or gradient is not a number any more, or states left the range of the exact grid.
 
     Attributes:
         step: Updates done before it broke.
         diagnosis: What broke first and why, in sentences.
     """
 
-    def __init__(self, step: int, result: StepResult, diagnosis: str, folder: Path) -> None:
+    def __init__(self, step: int, what: str, diagnosis: str, folder: Path) -> None:
         self.step = step
         self.diagnosis = diagnosis
         self.folder = folder
-        mean = result.loss_sum / max(1, result.num_images)
-        super().__init__(
-            f"training diverged at step {step}: loss {mean:.4g}, norm of the gradient {result.gradient_norm:.4g}"
-        )
+        super().__init__(f"training diverged at step {step}: {what}")
 
 
 def diagnose(job: Job, indices: Tensor, epoch: int, step: int, result: StepResult) -> str:
     """What broke first when the network met these images, and the likely cause; a sentence a line."""
     images, labels = job.images(indices, epoch)
-    broken_weight = _first_broken(job.model.named_parameters())
-    if broken_weight:
-        first = f"first: the parameter {broken_weight} is not finite"
-        return "\n".join([first, _learning_rate_cause(job, step)])
+    if _first_broken(job.model.named_parameters()):
+        return diagnose_weights(job, step)
     model = copy.deepcopy(job.model)
     course, broken = _signal(model, images)
     if broken:
@@ -56,6 +51,13 @@ def diagnose(job: Job, indices: Tensor, epoch: int, step: int, result: StepResul
         first = f"first: the gradient of {_first_broken_gradient(model, images, labels) or 'some parameter'}"
     lines = [first, *_growth(course), *_bound_cause(job.model, images)]
     return "\n".join([*lines, _learning_rate_cause(job, step)])
+
+
+def diagnose_weights(job: Job, step: int) -> str:
+    """What the weights alone tell, and the likely cause; a sentence a line."""
+    broken = _first_broken(job.model.named_parameters())
+    first = [f"first: the parameter {broken} is not finite"] if broken else []
+    return "\n".join([*first, _learning_rate_cause(job, step)])
 
 
 def _first_broken(tensors: Any) -> str | None:

@@ -97,6 +97,8 @@ def process_group(config: ExecutionConfig) -> Iterator[Group]:
         yield Group(0, 1, device)
         return
     joined_here = not dist.is_initialized()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # collectives of objects use the current one
     if joined_here:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:

@@ -47,8 +47,9 @@ def evaluate(
     group.share_buffers(model)
     was_training = model.training
     model.eval()
-    confusion = torch.zeros(info.num_classes, info.num_classes, dtype=torch.float64, device=group.device)
-    loss = torch.zeros((), dtype=torch.float64, device=group.device)
+    dtype = torch.float32 if group.device.type == "mps" else torch.float64  # which MPS does not have
+    confusion = torch.zeros(info.num_classes, info.num_classes, dtype=dtype, device=group.device)
+    loss = torch.zeros((), dtype=dtype, device=group.device)
     shares = list(evaluation_batches(len(split), batch_size, rank=group.rank, world_size=group.world_size))
     try:
         for index in range(group.largest(len(shares))):

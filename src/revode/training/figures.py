@@ -29,7 +29,7 @@ def curves(rows: list[dict[str, Any]], quantity: str, label: str, scale: float =
             ("train", {"color": "C0"}),
             ("evaluation", {"color": "C1", "marker": "o", "markersize": 3.5}),
         ):
-            found = [row for row in rows if row.get("kind") == kind and quantity in row]
+            found = [row for row in rows if row.get("kind") == kind and row.get(quantity) is not None]
             if found:
                 name = kind if kind == "train" else str(found[-1].get("split", kind))
                 axes.plot([row["step"] for row in found], [scale * row[quantity] for row in found], label=name, **style)

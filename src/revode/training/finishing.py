@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +35,15 @@ def finish(
         print(f"  {folder / name}")
     if not job.config.record.report:
         return result
+    quoted = shlex.quote(str(folder))
     try:
         from revode.training.report import write_report
 
         print(f"  {write_report(folder, job.config.record.data_root)}")
     except ImportError as error:
-        print(f"  no {REPORT}: {error}; install revode[plot] and run `revode report {folder}`")
+        print(f"  no {REPORT}: {error}; install revode[plot] and run `revode report {quoted}`")
     except Exception as error:  # the run is done and written: a page that fails must not make it look failed
-        print(f"  no {REPORT}: {type(error).__name__}: {error}; `revode report {folder}` tries again")
+        print(f"  no {REPORT}: {type(error).__name__}: {error}; `revode report {quoted}` tries again")
     return result
 
 

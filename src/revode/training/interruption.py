@@ -25,7 +25,10 @@ class Interrupted(RuntimeError):
 
 
 class Interruption:
-    """A context in which the first signal is remembered; a second one of the same kind acts as it always did."""
+    """A context in which the first signal is remembered; a second one of the same kind acts as it always did.
+
+    One that came too late to stop the run with `Interrupted` acts when the context is left: nothing further is begun.
+    """
 
     _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -45,6 +48,8 @@ class Interruption:
         self.signal_number = number
         signal.signal(number, self._previous[number])
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        if self.signal_number and not isinstance(error, Interrupted):
+            signal.raise_signal(self.signal_number)

@@ -43,6 +43,14 @@ def build_model(config: Config, info: data.DatasetInfo) -> StagedClassifier:
         "in_channels": info.channels,
         "image_size": info.image_size,
     }
+    if "name" in settings.options:
+        raise ValueError(
+            "options has name, which is not an option: name the network itself, as in `revode train MODEL`"
+        )
+    for name, value in options.items():
+        if settings.options.get(name, value) != value:
+            found = settings.options[name]
+            raise ValueError(f"options has {name}={found}, but {info.name} has {value}; leave it to the data set")
     if settings.backprop != "auto":
         options["backprop"] = settings.backprop
     if settings.exact:

@@ -56,13 +56,15 @@ def train_in_processes(config: Config, folder: Path, num_processes: int) -> dict
             for process in processes:
                 process.kill()
                 process.wait()
-    result = read_json(folder / RESULT)
-    if not any(codes) and result is not None:
-        return result
-    if interruption.signal_number:
-        steps = [line["step"] for line in read_metrics(folder)]
-        raise Interrupted(interruption.signal_number, max(steps, default=0), folder)
-    raise ProcessFailed(f"the training in {folder} failed in one of {num_processes} processes (exit codes {codes})")
+        result = read_json(folder / RESULT)
+        if not any(codes) and result is not None:
+            return result
+        if interruption.signal_number:
+            steps = [line["step"] for line in read_metrics(folder)]
+            raise Interrupted(interruption.signal_number, max(steps, default=0), folder)
+        if 2 in codes:
+            raise ValueError(f"the training in {folder} was refused, as said above")
+        raise ProcessFailed(f"the training in {folder} failed in one of {num_processes} processes (exit codes {codes})")
 
 
 def _start(file: Path, folder: Path, num_processes: int, threads: int) -> list[subprocess.Popen[bytes]]:

@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
+from revode.grid import OutOfRange
 from revode.training import state as states
 from revode.training.checkpoint import BEST, LAST, PREVIOUS, read_checkpoint, write_atomically, write_checkpoint
 from revode.training.config import Config
-from revode.training.diagnosis import Diverged, diagnose
+from revode.training.diagnosis import Diverged, diagnose, diagnose_weights
 from revode.training.distributed import Group, process_group
 from revode.training.evaluation import Score, evaluate
 from revode.training.finishing import finish
@@ -63,24 +64,29 @@ def train(
     folder = _named_folder(out, resume)
     source = find_source(config, folder, resume, given, say)
     with process_group(source.config.execution) as group, Interruption() as interruption:
-        folder = _agree_on_folder(source.config, folder, resume is not None or overwrite, group)
+        folder = _agree_on_folder(source.config, folder, overwrite or source.home == folder, group)
         job = Job(source.config, group)
         with _writing(folder, group):
             if source.finished(job.num_steps):
                 say(f"{folder} is finished, at step {source.result['steps']}: nothing is left to do")
                 return source.result
-            if overwrite and group.leads:
-                remove_run(folder)
-            if (
-                group.world_size > 1
-                and job.config.execution.parallel == "fsdp"
-                and (job.config.record.monitor or monitors)
-            ):
+            if source.result and not source.state:
                 raise ValueError(
-                    "monitors look at whole weights, which --parallel fsdp never has; use ddp, or no monitor"
+                    f"{folder} is finished, at step {source.result['steps']}, and has no checkpoint to go on from; "
+                    "replace it with --overwrite, or give another --out"
                 )
+            if group.world_size > 1 and job.config.execution.parallel == "fsdp":
+                _refuse_sharded(job, monitors)
             watchers = [*make_monitors(job), *monitors]
-            return _Run(job, folder, source, interruption, watchers).train()
+            return _Run(job, folder, source, interruption, watchers, overwrite).train()
+
+
+def _refuse_sharded(job: Job, monitors: Sequence[Monitor]) -> None:
+    """Raise on what cannot be had with weights spread over processes."""
+    if job.config.record.monitor or monitors:
+        raise ValueError("monitors look at whole weights, which --parallel fsdp never has; use ddp, or no monitor")
+    if job.config.model.options.get("memory_budget") is not None:
+        raise ValueError("memory_budget is kept by measuring branches, which --parallel fsdp shards; use ddp")
 
 
 def _named_folder(out: str | Path | None, resume: str | None) -> Path | None:
@@ -119,11 +125,25 @@ def _ignore(text: str) -> None:
     """Say nothing."""
 
 
+def _board_maker() -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ValueError(f"--tensorboard needs the package tensorboard ({error}); install revode[train]") from error
+    return SummaryWriter
+
+
 class _Run:
     """One call of `train`: a job, its directory, and where it stands."""
 
     def __init__(
-        self, job: Job, folder: Path, source: Source, interruption: Interruption, monitors: Sequence[Monitor]
+        self,
+        job: Job,
+        folder: Path,
+        source: Source,
+        interruption: Interruption,
+        monitors: Sequence[Monitor],
+        overwrite: bool,
     ) -> None:
         self.job = job
         self.group = job.group
@@ -132,6 +152,7 @@ class _Run:
         self.source = source
         self.interruption = interruption
         self.monitors = monitors
+        self.overwrite = overwrite
         self._last_score: Score | None = None
 
     def train(self) -> dict[str, Any]:
@@ -171,7 +192,7 @@ class _Run:
                 return
 
             epoch, indices = next(batches)
-            with self._measuring_memory():
+            with self._measuring_memory(), self._staying_in_range():
                 result = job.accumulate_gradient(indices, epoch)
             self._require_finite(result, indices, epoch)
             job.apply_gradient(position.step)
@@ -217,17 +238,14 @@ class _Run:
         self.board: Any = None
         if not self.group.leads:
             return
+        make_board = _board_maker() if self.record.tensorboard else None
+        if self.overwrite:  # not before all that can be refused has been looked at
+            remove_run(self.folder)
         write_atomically(self.folder / CONFIG, self.job.config.to_yaml())
-        self.source.copy_metrics(self.folder)
+        self.source.bring_along(self.folder)
         self.metrics = MetricsLog(self.folder / METRICS, self.source.metrics_offset)
-        if self.record.tensorboard:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError as error:
-                raise ValueError(
-                    f"--tensorboard needs the package tensorboard ({error}); install revode[train]"
-                ) from error
-            self.board = SummaryWriter(str(self.folder), purge_step=self.position.step or None)
+        if make_board is not None:
+            self.board = make_board(str(self.folder), purge_step=self.position.step or None)
 
     def _close_files(self) -> None:
         if self.metrics is not None:
@@ -273,7 +291,7 @@ class _Run:
             loss=loss / images,
             accuracy=correct / images,
             lr=self.job.learning_rate(position.step - 1),
-            gradient_norm=result.gradient_norm,
+            gradient_norm=result.gradient_norm if math.isfinite(result.gradient_norm) else None,
         )
         self.progress.step(position.step, loss / images, correct / images)
 
@@ -288,11 +306,19 @@ class _Run:
         """Score the averaged weights on the evaluation split, and keep the best if it is held-out data."""
         assert self.job.evaluation_split is not None
         name, split = self.job.evaluation_split
-        with self.job.averaged():
-            score = self._score(split)
+        position = self.position
+        try:
+            with self.job.averaged():
+                score = self._score(split)
+        except OutOfRange as error:  # running statistics that are not ripe may send states there; training goes on
+            if position.step == self.job.num_steps:
+                self._save()
+                raise self._diverged(f"its evaluation failed: {error}") from error
+            self.progress.line(f"not evaluated after step {position.step}: {error}")
+            position.evaluated_at = position.step
+            return
         if score is None:
             return
-        position = self.position
         self._last_score = score
         position.evaluated_at = position.step
         epoch = (position.step - 1) // self.job.steps_per_epoch
@@ -303,7 +329,7 @@ class _Run:
             self._save(BEST)
 
     def _score(self, split: Any, stoppable: bool = True) -> Score | None:
-        return evaluate(
+        score = evaluate(
             self.job.model,
             split,
             self.job.dataset,
@@ -312,12 +338,29 @@ class _Run:
             memory_format=self.job.memory_format,
             should_stop=(lambda: bool(self.interruption.signal_number)) if stoppable else (lambda: False),
         )
+        if score is not None and not math.isfinite(score.loss):
+            raise self._diverged(f"evaluation found a loss of {score.loss}")
+        return score
+
+    @contextlib.contextmanager
+    def _staying_in_range(self) -> Iterator[None]:
+        """States that leave the range of the grid have diverged, unless they never were inside: that is bad input."""
+        try:
+            yield
+        except OutOfRange as error:
+            if not self.position.step:
+                raise
+            raise self._diverged(str(error)) from error
+
+    def _diverged(self, what: str, diagnosis: str | None = None) -> Diverged:
+        step = self.position.step
+        return Diverged(step, what, diagnose_weights(self.job, step) if diagnosis is None else diagnosis, self.folder)
 
     def _final_score(self) -> tuple[Score | None, str]:
         """The test score of the weights that are kept: the best on held-out images, else the last."""
         weights_of = "last step"
-        if self.position.best_step is not None:
-            best = self.group.from_leader(read_checkpoint(self.folder / BEST) if self.group.leads else None)
+        best = self.group.from_leader(self._read_best() if self.group.leads else None)
+        if best is not None:
             states.restore(self.job, best)
             weights_of = f"step {self.position.best_step}, best on the validation split"
         if self.job.average is not None:
@@ -325,7 +368,15 @@ class _Run:
         test = self.job.dataset.test
         if self.job.validation_split is None and self._last_score is not None:
             return self._last_score, weights_of
-        return None if test is None else self._score(test, stoppable=False), weights_of
+        with self._staying_in_range():
+            return None if test is None else self._score(test, stoppable=False), weights_of
+
+    def _read_best(self) -> dict[str, Any] | None:
+        """The best checkpoint so far; None without one, or if the run went on from a time before the one on disk."""
+        if self.position.best_step is None or not (self.folder / BEST).exists():
+            return None
+        best = read_checkpoint(self.folder / BEST)
+        return best if best["step"] == self.position.best_step else None
 
     def _monitor(self) -> None:
         if not self.group.leads:
@@ -350,6 +401,6 @@ class _Run:
         """Stop before an update that would ruin the weights; under float16 the scaler skips such updates itself."""
         finite = result.finite or (self.job.scaler.is_enabled() and result.loss_sum == result.loss_sum)
         if self.group.largest(int(not finite)):
-            step = self.position.step
+            step, mean = self.position.step, result.loss_sum / max(1, result.num_images)
             text = diagnose(self.job, indices, epoch, step, result) if self.group.world_size == 1 else ""
-            raise Diverged(step, result, text, self.folder)
+            raise self._diverged(f"loss {mean:.4g}, norm of the gradient {result.gradient_norm:.4g}", text)

@@ -30,6 +30,8 @@ def make_monitors(job: Job) -> list[Monitor]:
     if not job.config.record.monitor:
         return []
     from revode.stability import StabilityMonitor
+    from revode.stability.walk import reversible_units
 
+    reversible_units(job.model)  # refuses a network that has none, before anything is written
     images = job.train_split.take(torch.arange(_NUM_IMAGES)).images
     return [StabilityMonitor(standardise(images, job.dataset), num_images=_NUM_IMAGES)]

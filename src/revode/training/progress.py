@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from typing import Any
@@ -80,8 +81,12 @@ class Progress:
             return
         if self._bar is not None:
             self._bar.console.print(text, highlight=False, markup=False)
-        else:
+            return
+        try:
             print(text, flush=True)
+        except BrokenPipeError:  # nobody reads any more (`| head`): train on in silence
+            self._silent = True
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (for what others print until the process ends)
 
 
 def memory_in_use() -> int:

@@ -111,7 +111,10 @@ def configure(config_file: str | None = None, **settings: Any) -> Config:
 
 def _usual_recipe(model: str | None, dataset: str | None) -> str:
     if dataset is None:
-        dataset = "digits" if model is None or model.endswith("-digits") else "cifar10"
+        if model is None or model.endswith("-digits"):
+            dataset = "digits"
+        else:
+            dataset = "stl10" if model.endswith("-stl") else "cifar10"
     if dataset == "cifar10" and model in _USUAL_RECIPES_OF_MODELS:
         return _USUAL_RECIPES_OF_MODELS[model]
     return _USUAL_RECIPES.get(dataset, "cifar")

@@ -105,11 +105,13 @@ def _curves(page: Page, folder: Path) -> None:
         "The learning rate.",
         f"Learning rate from {first['lr']:.3g} to {last['lr']:.3g}, at most {max(row['lr'] for row in train):.3g}",
     )
-    page.figure(
-        figures.curves(rows, "gradient_norm", "norm of the gradient", log=True),
-        "Norm of the whole gradient before clipping.",
-        f"Gradient norm from {first['gradient_norm']:.3g} to {last['gradient_norm']:.3g}",
-    )
+    norms = [row["gradient_norm"] for row in train if row["gradient_norm"] is not None]
+    if norms:
+        page.figure(
+            figures.curves(rows, "gradient_norm", "norm of the gradient", log=True),
+            "Norm of the whole gradient before clipping.",
+            f"Gradient norm from {norms[0]:.3g} to {norms[-1]:.3g}",
+        )
 
 
 def _memory(page: Page, run: Run) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from revode.training.checkpoint import read_checkpoint, read_newest
+from revode.training.checkpoint import BEST, read_checkpoint, read_newest, write_atomically
 from revode.training.config import Config
 from revode.training.runs import CONFIG, METRICS, RESULT, read_json
 from revode.training.settings import LEAVES, flatten, from_leaves, read_yaml
@@ -26,7 +26,8 @@ class Source:
 
     config: Config
     state: dict[str, Any] = field(default_factory=dict)
-    metrics_file: Path | None = None
+    home: Path | None = None
+    """The directory of the run that goes on."""
     result: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -38,12 +39,14 @@ class Source:
         """Whether the run has its result already."""
         return self.result.get("steps", -1) >= num_steps
 
-    def copy_metrics(self, folder: Path) -> None:
-        """Bring the lines before the checkpoint along, if the run goes on in another directory."""
-        if self.metrics_file is not None and self.metrics_file.exists():
-            target = folder / METRICS
-            if not target.exists():
-                shutil.copyfile(self.metrics_file, target)
+    def bring_along(self, folder: Path) -> None:
+        """Copy the lines before the checkpoint and the best weights so far, if the run goes on in another directory."""
+        if self.home is None or self.home == folder:
+            return
+        if (self.home / METRICS).exists():
+            shutil.copyfile(self.home / METRICS, folder / METRICS)
+        if (self.home / BEST).exists():
+            write_atomically(folder / BEST, (self.home / BEST).read_bytes())
 
 
 def find_source(
@@ -70,10 +73,11 @@ def find_source(
             raise ValueError(f"{path} holds no checkpoint; give --resume a run directory or a .ckpt")
         if (folder / CONFIG).exists():  # stopped before its first checkpoint: the same run from its beginning
             config = merge(from_leaves(read_yaml(str(folder / CONFIG))), config, given, note)
-        return Source(config)
+        return Source(config, home=folder, result=read_json(folder / RESULT) or {})
     config = merge(from_leaves(flatten(state["config"], str(path))), config, given, note)
-    same = home.resolve() == folder.resolve()
-    return Source(config, state, None if same else home / METRICS, (same and read_json(folder / RESULT)) or {})
+    if home.resolve() != folder.resolve():
+        return Source(config, state, home)
+    return Source(config, state, folder, read_json(folder / RESULT) or {})
 
 
 def merge(old: Config, new: Config, given: Sequence[str], note: Callable[[str], None]) -> Config:

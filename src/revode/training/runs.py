@@ -6,7 +6,6 @@ config.yaml metrics.jsonl result.json last.ckpt previous.ckpt best.ckpt model.sa
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 from collections.abc import Iterator
@@ -23,7 +22,9 @@ CONFIG, METRICS, RESULT, WEIGHTS, REPORT = (
     "report.html",
 )
 FILES = (CONFIG, METRICS, RESULT, LAST, PREVIOUS, BEST, WEIGHTS, REPORT, "plan.json", "diagnosis.txt")
-"""What a run writes, and all that ``--overwrite`` removes."""
+"""What a run writes."""
+_DERIVED = ("model.onnx", "stability.html", "stability.json", "events.out.tfevents.*")
+"""What ``export``, ``analyze`` and ``--tensorboard`` add by default: of the same network, so it goes with it."""
 _LOCK = ".lock"
 
 
@@ -60,6 +61,12 @@ def locked(folder: Path) -> Iterator[None]:
         ValueError: Another process writes it, or it cannot be written.
     """
     try:
+        import fcntl
+    except ImportError as error:
+        raise ValueError(
+            "run directories need file locks as Linux and macOS have them; this system has none"
+        ) from error
+    try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
@@ -82,11 +89,12 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def remove_run(folder: Path) -> None:
-    """Remove the files of a run, and nothing else, from `folder`."""
+    """Remove the files of a run and what was made of it, and nothing else, from `folder`."""
     for name in FILES:
         (folder / name).unlink(missing_ok=True)
-    for path in folder.glob(".*.part"):
-        path.unlink(missing_ok=True)
+    for pattern in (*_DERIVED, ".*.part"):
+        for path in folder.glob(pattern):
+            path.unlink(missing_ok=True)
 
 
 class MetricsLog:

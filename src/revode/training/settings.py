@@ -118,7 +118,7 @@ def convert(leaf: Leaf, value: Any) -> Any:
     """`value` in the type of `leaf`, from a string or from what YAML gives; else a ValueError that says what was expected."""
     try:
         return _convert(leaf.annotation, value)
-    except (TypeError, ValueError):
+    except (OverflowError, TypeError, ValueError):
         raise ValueError(f"{leaf.path} is {value!r}; expected {expectation(leaf.annotation)}") from None
 
 
@@ -166,6 +166,8 @@ def _convert_scalar(kind: type, value: Any) -> Any:
         raise ValueError
     if isinstance(value, bool):
         raise ValueError
+    if kind is int and isinstance(value, int):
+        return value  # through a float, large ones would be rounded
     # YAML reads 1e-3, without a point, as a string.
     number = float(value)
     if kind is int:
@@ -178,7 +180,9 @@ def _convert_scalar(kind: type, value: Any) -> Any:
 def _convert_options(value: Any) -> dict[str, Any]:
     """Options from a dict, or from ``key=value,key=[value,value]`` with values as YAML reads them."""
     if isinstance(value, Mapping):
-        return {str(key): item for key, item in value.items()}
+        return {str(key): _number_if_possible(item) for key, item in value.items()}
+    if not isinstance(value, str):
+        raise ValueError
     import yaml
 
     try:

@@ -1,0 +1,237 @@
+"""What a reading of the training by strangers brought to light: work that was lost, numbers that were wrong, tracebacks."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from tiny_runs import FLAGS, command, read_rows, tiny
+
+from revode.data import load
+from revode.experiments.task import Place, TaskFailed
+from revode.training import Diverged, configure, train
+from revode.training.interruption import Interrupted, Interruption
+from revode.training.job import Job
+
+
+class TestDivergence:
+    def test_found_by_an_evaluation_exits_with_3(self, tmp_path, capsys):
+        words = [*FLAGS, "--max-steps=1", "--lr=1e30", "--schedule=constant", "--epochs=none"]
+        code, _, err = command("train", *words, "--out", tmp_path / "run", capsys=capsys)
+        assert code == 3
+        assert "diverged at step 1: evaluation found a loss of" in err
+        assert not (tmp_path / "run" / "result.json").exists()
+
+    def test_out_of_the_grids_range_is_divergence_once_training_has_begun(self, tmp_path, capsys):
+        words = [*FLAGS, "--exact=14", "--schedule=constant", "--evaluate-every=0"]
+        code, _, err = command("train", *words, "--lr=1e5", "--out", tmp_path / "late", capsys=capsys)
+        assert code == 3
+        assert "exact=14 holds states of magnitude below 1024 only" in err
+        words = [word.replace("channels=[4,8]", "channels=[4,8],h=1e9") for word in words]
+        code, _, err = command("train", *words, "--out", tmp_path / "at once", capsys=capsys)
+        assert code == 2, err
+
+    def test_an_evaluation_out_of_range_does_not_end_a_sound_training(self, tmp_path, capsys, monkeypatch):
+        from revode.grid import OutOfRange
+        from revode.training import loop
+
+        calls, evaluate = [], loop.evaluate
+
+        def at_first_out_of_range(*args, **options):
+            calls.append(1)
+            if len(calls) == 1:
+                raise OutOfRange("exact=14 holds less")
+            return evaluate(*args, **options)
+
+        monkeypatch.setattr(loop, "evaluate", at_first_out_of_range)
+        result = train(tiny(), tmp_path / "run")
+        assert result["steps"] == 12
+        assert "not evaluated after step 8: exact=14 holds less" in capsys.readouterr().out
+        monkeypatch.setattr(loop, "evaluate", lambda *args, **options: at_first_out_of_range(calls.clear()))
+        with pytest.raises(Diverged, match="its evaluation failed: exact=14"):
+            train(tiny(evaluate_every=0), tmp_path / "other")
+        assert torch.load(tmp_path / "other" / "last.ckpt", weights_only=True)["step"] == 12
+
+    def test_a_gradient_that_is_skipped_is_written_as_none(self, tmp_path, monkeypatch):
+        from revode.training.loop import _Run
+
+        monkeypatch.setattr(Job, "_finish_gradient", lambda self: float("inf"))
+        monkeypatch.setattr(_Run, "_require_finite", lambda *args: None)
+        train(tiny(max_steps=2, report=True), tmp_path / "run")
+        assert [row["gradient_norm"] for row in read_rows(tmp_path / "run", "train")] == [None, None]
+        assert (tmp_path / "run" / "report.html").exists()
+
+
+class TestRunsOfOthers:
+    @pytest.fixture
+    def halved(self, tmp_path):
+        """A run of one epoch with a validation split; its best is its first epoch."""
+        train(tiny(validation=0.3, max_steps=None, epochs=1), tmp_path / "first")
+        return tmp_path / "first"
+
+    def test_going_on_elsewhere_takes_the_best_weights_along(self, halved, tmp_path):
+        longer = tiny(validation=0.3, max_steps=None, epochs=2, lr=0.0)
+        result = train(longer, tmp_path / "second", resume=str(halved), given=("epochs",))
+        assert "best on the validation split" in result["weights_of"]
+        assert (tmp_path / "second" / "best.ckpt").exists()
+
+    def test_a_best_of_a_later_time_is_not_taken_for_ours(self, halved, tmp_path):
+        early = halved / "early.ckpt"
+        early.write_bytes((halved / "last.ckpt").read_bytes())
+        state = torch.load(halved / "best.ckpt", weights_only=True)
+        torch.save({**state, "step": state["step"] + 1}, halved / "best.ckpt")
+        result = train(tiny(), tmp_path / "second", resume=str(early))
+        assert result["weights_of"] == "last step"
+
+    def test_another_run_is_not_written_over(self, halved, tmp_path):
+        other = tmp_path / "other"
+        train(tiny(max_steps=1, seed=7), other)
+        before = {path.name: path.read_bytes() for path in other.iterdir()}
+        with pytest.raises(ValueError, match="holds a run already"):
+            train(tiny(), other, resume=str(halved))
+        assert {path.name: path.read_bytes() for path in other.iterdir()} == before
+
+    def test_a_finished_run_without_its_checkpoint_stays(self, halved, capsys):
+        for name in ("last.ckpt", "previous.ckpt", "best.ckpt"):
+            (halved / name).unlink(missing_ok=True)
+        before = (halved / "metrics.jsonl").read_bytes()
+        train(tiny(), halved, resume="auto")
+        assert "is finished" in capsys.readouterr().out
+        with pytest.raises(ValueError, match="no checkpoint to go on from"):
+            train(tiny(epochs=5), halved, resume="auto", given=("epochs",))
+        assert (halved / "metrics.jsonl").read_bytes() == before
+
+    def test_what_is_refused_overwrites_nothing(self, halved):
+        before = {path.name for path in halved.iterdir()}
+        with pytest.raises(ValueError, match="too small"):
+            train(tiny(options={"memory_budget": 10}), halved, overwrite=True)
+        assert {path.name for path in halved.iterdir()} == before
+
+    def test_overwriting_takes_what_was_made_of_the_run(self, halved):
+        for name in ("model.onnx", "stability.html", "events.out.tfevents.1", "notes.txt"):
+            (halved / name).write_text("old")
+        train(tiny(max_steps=1), halved, overwrite=True)
+        names = {path.name for path in halved.iterdir()}
+        assert "notes.txt" in names
+        assert names.isdisjoint({"model.onnx", "stability.html", "events.out.tfevents.1"})
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--seed", str(2**64)], "seed is"),
+        (["--options", "num_classes=5"], "num_classes=5, but digits has 10"),
+        (["--options", "name=x"], "options has name"),
+    ],
+)
+def test_odd_settings_get_one_sentence(words, message, tmp_path, capsys):
+    code, _, err = command("train", *words, "--out", tmp_path / "run", capsys=capsys)
+    assert code == 2
+    assert message in err
+    assert len(err.strip().splitlines()) == 1
+    assert not (tmp_path / "run").exists() or not list((tmp_path / "run").glob("[a-z]*"))
+
+
+@pytest.mark.parametrize("name", ["eval", "analyze"])
+def test_a_negative_number_of_threads_gets_one_sentence(name, capsys):
+    code, _, err = command(name, "hamiltonian-digits", "--threads", "-1", capsys=capsys)
+    assert (code, err.strip()) == (2, f"revode {name}: --threads is -1; expected at least 0")
+
+
+def test_an_empty_options_in_a_file_gets_one_sentence(tmp_path, capsys):
+    file = tmp_path / "run.yaml"
+    file.write_text("model:\n  options:\n")
+    code, _, err = command("train", "--config", file, "--out", tmp_path / "run", capsys=capsys)
+    assert code == 2
+    assert "expected settings, as h=0.05" in err
+
+
+def test_an_endless_run_is_refused():
+    with pytest.raises(ValueError, match="epochs is 'inf'; expected a whole number"):
+        configure(epochs="inf")
+
+
+def test_large_seeds_and_small_numbers_stay_what_they_are(tmp_path):
+    assert configure(seed=1700000000123456789).execution.seed == 1700000000123456789
+    assert configure(options={"h": "1e-3"}).model.options == {"h": 0.001}
+
+
+def test_networks_for_stl_are_trained_on_stl():
+    config = configure(model="hamiltonian-stl")
+    assert (config.data.dataset, config.recipe) == ("stl10", "stl")
+
+
+def test_a_reader_who_goes_away_does_not_stop_a_training(tmp_path):
+    words = [sys.executable, "-m", "revode.cli", "train", *FLAGS, "--out", str(tmp_path / "run")]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(timeout=120) == 0
+    assert (tmp_path / "run" / "result.json").exists()
+
+
+def be_stopped():
+    with Interruption():
+        signal.raise_signal(signal.SIGTERM)
+        raise Interrupted(signal.SIGTERM, 0, None)
+
+
+def test_a_signal_that_comes_too_late_to_stop_a_run_still_acts():
+    seen = []
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
+    try:
+        with Interruption() as interruption:
+            signal.raise_signal(signal.SIGTERM)
+            assert interruption.signal_number == signal.SIGTERM
+            assert not seen
+        assert seen == [signal.SIGTERM]
+        with pytest.raises(Interrupted):
+            be_stopped()
+        assert seen == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+class TestReproduction:
+    def run_of(self, tmp_path):
+        from revode.experiments.training_run import TrainingRun
+
+        options = {"blocks": [1, 1], "channels": [4, 8]}
+        settings = {"epochs": None, "max_steps": 4, "batch_size": 16, "checkpoint_every": 1, "report": False}
+        run = TrainingRun(
+            model="hamiltonian-digits", dataset="digits", recipe="digits", options=options, settings=settings
+        )
+        return run, Place(tmp_path, threads=1)
+
+    def test_what_is_measured_on_a_training_waits_for_its_end(self, tmp_path):
+        from revode.experiments.depth_1202 import OverDepth
+
+        run, place = self.run_of(tmp_path)
+        with pytest.raises(TaskFailed, match="no result"):
+            OverDepth(run=run, num_images=2).measure(place)
+        run.complete(place)
+        assert OverDepth(run=run, num_images=2).measure(place)["trained"]["gradient"]
+
+    def test_a_stopped_training_goes_on_with_the_data_where_they_are_now(self, tmp_path, monkeypatch):
+        run, place = self.run_of(tmp_path)
+        config = run.config(Place(tmp_path, data_root="/old/place", threads=1))
+
+        class Stop(Exception):
+            pass
+
+        class StopAt:
+            def on_step(self, model, step):
+                if step == 2:
+                    raise Stop
+
+        configure_with_monitor = configure(**{**config.leaves(), "monitor_every": 1})
+        with pytest.raises(Stop):
+            train(configure_with_monitor, place.folder(run), monitors=[StopAt()])
+        assert load("digits")
+        result = run.execute(Place(tmp_path, data_root="/new/place", threads=1))
+        assert result["steps"] == 4
+        assert "data_root: /new/place" in (place.folder(run) / "config.yaml").read_text()
