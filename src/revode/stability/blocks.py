@@ -30,7 +30,7 @@ def unit_spectra(
     Args:
         model: a network with reversible units.
         images: its inputs.
-        max_size: largest dimension of the ODE's state.
+        max_size: largest dimension of the ODE's state, where a patch of 2x2 allows it.
         step: which block, as a fraction of the unit's depth.
 
     Returns:
@@ -48,7 +48,9 @@ def unit_spectra(
         pair = (pair[0], pair[0]) if len(pair) == 1 else pair
         fields = list(unit.fields[index * width : (index + 1) * width])
         rhs = right_hand_side(unit.scheme, fields)
-        found[number, index] = spectrum(rhs, ode_state(unit.scheme, pair), dense_limit=2 * max_size).eigenvalues  # type: ignore[arg-type]
+        # Wide units exceed the size on the smallest patch; only a dense spectrum has all eigenvalues.
+        limit = max(2 * max_size, 2 * pair[0].numel())
+        found[number, index] = spectrum(rhs, ode_state(unit.scheme, pair), dense_limit=limit).eigenvalues  # type: ignore[arg-type]
     return found
 
 

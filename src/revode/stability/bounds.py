@@ -167,7 +167,7 @@ def _pair_bound(
     limit: float, first: _Factor, second: _Factor, inputs: list[Tensor], tolerance: float, seed: int
 ) -> tuple[float, float]:
     """c / |L1 L2'| and c / (|L1| |L2|)."""
-    options = {"tolerance": tolerance, "dtype": inputs[0].dtype, "seed": seed}
+    options = {"tolerance": tolerance, "dtype": inputs[0].dtype, "device": inputs[0].device, "seed": seed}
     singles = [
         largest_singular_value(f.product, f.adjoint, q.shape, **options)
         for f, q in zip((first, second), inputs, strict=True)
@@ -182,7 +182,7 @@ def _pair_bound(
 
 def _norm_of(factor: _Factor, q: Tensor, tolerance: float, seed: int) -> float:
     """A bound on |F'| at any state; for a leading scale, |L| |L Λ|."""
-    options = {"tolerance": tolerance, "dtype": q.dtype, "seed": seed}
+    options = {"tolerance": tolerance, "dtype": q.dtype, "device": q.device, "seed": seed}
     norm = largest_singular_value(factor.product, factor.adjoint, q.shape, **options).upper
     if not factor.symmetric:
         return norm
@@ -216,7 +216,7 @@ def _over(limit: float, radius: float) -> float:
 def _jacobian_norm(field: nn.Module, q: Tensor, tolerance: float, seed: int) -> float:
     jacobian = Jacobian(field, q)
     found = largest_singular_value(
-        jacobian.matvec, jacobian.rmatvec, (q.numel(),), tolerance=tolerance, dtype=q.dtype, seed=seed
+        jacobian.matvec, jacobian.rmatvec, (q.numel(),), tolerance=tolerance, dtype=q.dtype, device=q.device, seed=seed
     )
     return found.upper
 

@@ -55,6 +55,7 @@ def largest_singular_value(
     *,
     tolerance: float = 0.01,
     dtype: torch.dtype = torch.float64,
+    device: torch.device | None = None,
     seed: int = 0,
 ) -> Norm:
     """The norm of a linear map given by its products.
@@ -65,6 +66,7 @@ def largest_singular_value(
         shape: of x.
         tolerance: relative width of the interval returned.
         dtype: of the products.
+        device: where the products are taken; the rest is done on the CPU.
         seed: of the random start.
     """
     if not 0.0 < tolerance < 1.0:
@@ -75,7 +77,8 @@ def largest_singular_value(
 
     def gram(v: Tensor) -> Tensor:
         with torch.no_grad():
-            return adjoint(product(v.to(dtype).reshape(*shape))).flatten().to(torch.float64)
+            there = v.to(dtype).reshape(*shape).to(device)
+            return adjoint(product(there)).flatten().cpu().to(torch.float64)
 
     largest, taken, exhausted = _lanczos(gram, start, steps)
     lower = math.sqrt(max(largest, 0.0))
@@ -118,9 +121,9 @@ def operator_norm(operator: LinearOperator, shape: Sequence[int], *, tolerance: 
         tolerance: relative width of the interval.
         seed: of the random start.
     """
-    return largest_singular_value(
-        operator, operator.adjoint, (1, *shape), tolerance=tolerance, dtype=operator.weight.dtype, seed=seed
-    )
+    weight = operator.weight
+    options = {"tolerance": tolerance, "dtype": weight.dtype, "device": weight.device, "seed": seed}
+    return largest_singular_value(operator, operator.adjoint, (1, *shape), **options)
 
 
 def schur_norm(operator: LinearOperator) -> float:

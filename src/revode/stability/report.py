@@ -31,7 +31,10 @@ def write_page(analyses: Sequence[Analysis], folder: str | Path, source: str) ->
     except ImportError as error:
         raise ValueError(f"the page needs matplotlib ({error}); install revode[analyze]") from error
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"cannot write to {folder} ({error.strerror}); give another --out") from error
     numbers = [analysis.to_dict() for analysis in analyses]
     (folder / NUMBERS).write_text(json.dumps(numbers[0] if len(numbers) == 1 else numbers, indent=1) + "\n")
     return _page(analyses, source).write(folder / PAGE)
