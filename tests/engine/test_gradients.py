@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import revode.schemes
 from revode import AdditiveCoupling, Leapfrog, MidPoint, ReversibleSequence, Verlet
 from revode.schemes import Scheme
 from revode.segments import _ReversibleFunction
@@ -27,6 +28,10 @@ def image_sequence(name: str, branch: str, num_fields: int, channels: int = 4, *
     scheme = ALL_SCHEMES[name]()
     fields = [IMAGE_BRANCHES[branch](width(scheme, channels)) for _ in range(num_fields)]
     return ReversibleSequence(fields, scheme, **options)
+
+
+def test_every_registered_scheme_is_among_those_tested() -> None:
+    assert {type(make()) for make in ALL_SCHEMES.values()} == set(revode.schemes.SCHEMES.values())
 
 
 def plain_integration(scheme: Scheme, fields: list[nn.Module], x: Tensor) -> Tensor:

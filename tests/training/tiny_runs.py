@@ -19,6 +19,7 @@ TINY: dict[str, Any] = {
     "dataset": "digits",
     "batch_size": 32,
     "train_fraction": 0.2,
+    "validation": 0.0,
     "epochs": None,
     "max_steps": 12,
     "log_every": 1,

@@ -87,6 +87,6 @@ class Item:
 
 SMOKE_NOTE = "Smoke budget: tiny networks for a few steps on the embedded digits. The numbers mean nothing."
 SMOKE: dict[str, Any] = {
-    "epochs": None, "max_steps": 4, "batch_size": 16, "evaluate_every": 0, "log_every": 1, "report": False,
+    "epochs": None, "max_steps": 4, "batch_size": 16, "validation": 0.0, "evaluate_every": 0, "log_every": 1, "report": False,
 }  # fmt: skip
 """Settings of a smoke run, besides the recipe for digits."""

@@ -324,7 +324,7 @@ class _Run:
         epoch = (position.step - 1) // self.job.steps_per_epoch
         self._write(kind="evaluation", epoch=epoch, split=name, loss=score.loss, accuracy=score.accuracy)
         self.progress.line(f"epoch {epoch + 1:>3}  {name} loss {score.loss:.3f}  accuracy {score.accuracy:6.2%}")
-        if name == "validation" and (position.best_accuracy is None or score.accuracy > position.best_accuracy):
+        if name == "validation" and (position.best_accuracy is None or score.accuracy >= position.best_accuracy):
             position.best_accuracy, position.best_step = score.accuracy, position.step
             self._save(BEST)
 

@@ -27,12 +27,13 @@ RECIPES: dict[str, dict[str, Any]] = {
         "label_smoothing": 0.1,
         "ema": 0.99,
         "weight_decay": 5e-4,
+        "validation": 0.1,
         "evaluate_every": 5,
     },
     "quick": {
         "name": "hamiltonian-74",
         "dataset": "cifar10",
-        "epochs": 15,
+        "epochs": 25,
         "batch_size": 64,
         "lr": 0.1,
         "schedule": "one-cycle",
@@ -40,6 +41,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "ema": 0.99,
         "clip": 1.0,
         "weight_decay": 5e-4,
+        "validation": 0.1,
     },
     "cifar": {
         "name": "hamiltonian-74",
