@@ -15,7 +15,7 @@ from tiny_runs import FLAGS, read_rows, tiny, without_batch_statistics
 
 from revode.training import train
 from revode.training.launching import ProcessFailed, train_in_processes
-from revode.training.runs import read_json
+from revode.training.runs import locked, read_json
 from revode.training.scoring import load_run, score_run
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
@@ -143,6 +143,13 @@ def test_bad_input_that_only_the_leader_finds_is_one_sentence(tmp_path, capfd):
         train_in_processes(tiny(exact=23, options={"h": 5.0}), tmp_path / "run", 2)
     (line,) = capfd.readouterr().err.splitlines()
     assert "exact=23 holds states of magnitude below 2 only" in line
+
+
+def test_a_directory_in_use_is_one_sentence(tmp_path, capfd):
+    with locked(tmp_path / "run"), pytest.raises(ValueError, match="was refused"):
+        train_in_processes(tiny(), tmp_path / "run", 2)
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "is training in" in line
 
 
 def test_a_signal_reaches_all_processes_and_the_run_goes_on(tmp_path):

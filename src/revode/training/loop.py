@@ -116,8 +116,9 @@ def _agree_on_folder(config: Config, folder: Path | None, may_hold_run: bool, gr
 
 @contextlib.contextmanager
 def _writing(folder: Path, group: Group) -> Iterator[None]:
-    """Rank 0 holds the lock of the run directory."""
-    with locked(folder) if group.leads else contextlib.nullcontext():
+    """Rank 0 holds the lock of the run directory; if it cannot have it, all leave."""
+    with contextlib.ExitStack() as stack:
+        group.decided_by_leader(lambda: stack.enter_context(locked(folder)))
         yield
 
 
