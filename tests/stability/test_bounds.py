@@ -144,6 +144,21 @@ def test_batch_norm_scale_enters_the_bound():
     )
 
 
+def test_negative_batch_norm_weights_are_marked_since_no_bound_excludes_growth():
+    field = SymmetricField(4, norm="batch").eval()
+    sequence = ReversibleSequence([field], Leapfrog(0.1))
+    field.norm.num_batches_tracked += 1
+    x = torch.randn(1, 4, 6, 6)
+    plain = step_bounds(sequence, x)[0]
+    with torch.no_grad():
+        field.norm.weight.neg_()
+    flipped = step_bounds(sequence, x)[0]
+    assert (plain.flipped, flipped.flipped) == (False, True)
+    assert flipped.sharp == pytest.approx(plain.sharp)
+    pair = (torch.randn(1, 4, 6, 6), torch.randn(1, 4, 6, 6))
+    assert float(spectrum(step_map(Leapfrog(0.1), [field]), pair).eigenvalues.abs().max()) > 1.01
+
+
 def test_one_layer_hamiltonian_is_bounded_by_its_one_kernel():
     fields = OneLayerField.pair(6, ndim=0)
     norm = float(torch.linalg.matrix_norm(fields[0].operator.weight.detach(), 2))

@@ -44,6 +44,8 @@ class LayerBound:
         sharp: largest stable h at a frozen state; infinite if the field is zero.
         cheap: an estimate from below, from the norms of single operators.
         basis: ``"weights"`` if it holds at any state, ``"state"`` if it was computed at the given one.
+        flipped: whether a batch norm in the field has negative weights. The field is then no longer the force of a convex
+            potential (nor antisymmetric up to a scale), and a step within its bound may grow all the same.
     """
 
     unit: int
@@ -52,6 +54,7 @@ class LayerBound:
     sharp: float
     cheap: float
     basis: str
+    flipped: bool = False
 
     @property
     def usage(self) -> float:
@@ -109,7 +112,8 @@ def step_bounds(
             fields = list(unit.fields[step * width : (step + 1) * width])
             inputs = _branch_inputs(unit.scheme, fields, states[step])
             sharp, cheap, basis = _bound(limit, unit.scheme, fields, inputs, tolerance, seed)
-            bounds.append(LayerBound(number, step, unit.scheme.h, sharp, min(cheap, sharp), basis))
+            flipped = any(_flips(module) for field in fields for module in field.modules())
+            bounds.append(LayerBound(number, step, unit.scheme.h, sharp, min(cheap, sharp), basis, flipped))
     return bounds
 
 
@@ -257,6 +261,11 @@ def _channel_scale(norm: nn.Module | None, operator: LinearOperator) -> Tensor |
         scale = (weight / torch.sqrt(norm.running_var + norm.eps)).abs()
         return scale.reshape(-1, *[1] * (operator.weight.dim() - 2))
     return None
+
+
+def _flips(module: nn.Module) -> bool:
+    """Whether it is a batch norm that changes the sign of a channel."""
+    return isinstance(module, _BatchNorm) and module.weight is not None and bool((module.weight < 0).any())
 
 
 def largest_slope(activation: Callable[[Tensor], Tensor]) -> float:

@@ -30,14 +30,21 @@ def _step_size(analysis: Analysis) -> str:
             "only training can."
         )
     where = f"block {top.step + 1} of unit {top.unit + 1}"
+    flipped = sum(bound.flipped for bound in analysis.bounds)
+    caveat = (
+        f" In {flipped} of {len(analysis.bounds)} layers batch norm has negative weights; there a step within its bound "
+        "may grow all the same."
+        if flipped
+        else ""
+    )
     if top.usage > 1.0:
         return (
             f"At h = {top.h:g} the tightest layer ({where}) uses {top.usage:.0%} of its bound: it is beyond what is "
-            f"stable at a frozen state. h up to {top.sharp:.3g} would be within."
+            f"stable at a frozen state. h up to {top.sharp:.3g} would be within.{caveat}"
         )
     return (
         f"At h = {top.h:g} the tightest layer ({where}) uses {top.usage:.0%} of its bound: "
-        f"h could be up to {top.sharp:.3g}."
+        f"h could be up to {top.sharp:.3g}.{caveat}"
     )
 
 
