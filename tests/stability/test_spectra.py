@@ -147,3 +147,13 @@ def test_matrix_free_without_scipy_says_what_to_install(monkeypatch):
     monkeypatch.setattr(builtins, "__import__", without_scipy)
     with pytest.raises(ValueError, match=r"pip install 'revode\[analyze\]'"):
         spectrum(nn.Linear(30, 30).double(), torch.randn(1, 30, dtype=torch.float64), k=3)
+
+
+def test_a_wide_unit_has_all_its_eigenvalues_too():
+    from revode import create_model
+    from revode.stability.blocks import unit_spectra
+
+    torch.manual_seed(0)
+    model = create_model("leapfrog-26", blocks=(2, 2), channels=(4, 128), image_size=8)
+    sizes = [len(values) for values in unit_spectra(model, torch.randn(2, 3, 8, 8)).values()]
+    assert sizes[-1] == 2 * 128 * 2 * 2
