@@ -1,4 +1,4 @@
-"""hamiltonian-74 on CIFAR-10 by the recipe quick: what two cores reach in little more than an hour.
+"""hamiltonian-74 on CIFAR-10 by the recipe quick: what two cores reach in about two hours.
 
 With batch norm and a larger step than the paper's network has: validation images chose both (docs/training.md). States live
 on the grid, so that reversing adds no error to the gradient, in bfloat16 either; the budget recomputes only what does not fit.
