@@ -218,9 +218,8 @@ class ReversibleSequence(nn.Module):
         return index, (p, q)
 
     def _kept_states(self, num_reversed: int) -> int:
-        """States that are kept when so many branches at the end are not stored: a pair a segment, and the final one."""
-        length = self.segment_length()
-        return max(2, math.ceil(num_reversed / length) * (2 if length > 1 else 1))
+        """States that are kept when so many branches at the end are not stored; the final pair in any case."""
+        return max(2, states_kept(num_reversed, self.segment_length()))
 
     def segment_length(self) -> int:
         """How many branches a reversible segment holds: all, or as many as lie between two anchors."""
@@ -251,6 +250,11 @@ def _call(index: int, branch: nn.Module, q: Tensor, kwargs: dict[str, Any]) -> A
 
 def _call_to_invert(index: int, branch: nn.Module, q: Tensor, kwargs: dict[str, Any]) -> Any:
     return call_to_invert(branch, q, kwargs)
+
+
+def states_kept(num_branches: int, length: int) -> int:
+    """States that so many branches keep in reversible segments of this length: a pair each, or the input of a single one."""
+    return math.ceil(num_branches / length) * (2 if length > 1 else 1)
 
 
 def _warn_of_half_precision(dtype: torch.dtype) -> None:

@@ -34,6 +34,17 @@ DISSIPATIVE: dict[str, Callable[[], Scheme]] = {
 ALL_SCHEMES = SCHEMES | DISSIPATIVE
 
 
+class Recurrent(nn.Module):
+    """The outputs of recurrent cells; an LSTM takes other kernels with gradients than without."""
+
+    def __init__(self, cells: nn.RNNBase) -> None:
+        super().__init__()
+        self.cells = cells
+
+    def forward(self, q: Tensor) -> Tensor:
+        return self.cells(q)[0]
+
+
 def conv_norm_relu(channels: int) -> nn.Module:
     return nn.Sequential(nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels), nn.ReLU())
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from branches import Attention, Conditioned, Perceptron, conv_norm_relu, tanh_layer
+from branches import Attention, Conditioned, Perceptron, Recurrent, conv_norm_relu, tanh_layer
 from gradients import assert_agree, compare_with_store, training_step, weighted_sum
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -126,15 +126,10 @@ class TestRealBranches:
         assert_agree(*records)
 
     def test_recurrent_branches(self) -> None:
-        class Recurrent(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.gru = nn.GRU(4, 4, batch_first=True)
+        def branch() -> nn.Module:
+            return Recurrent(nn.GRU(4, 4, batch_first=True))
 
-            def forward(self, q: Tensor) -> Tensor:
-                return self.gru(q)[0]
-
-        compare_with_store(lambda **o: sequence_of(Recurrent, **o), double_input(2, 5, 4))
+        compare_with_store(lambda **o: sequence_of(branch, **o), double_input(2, 5, 4))
 
     def test_a_branch_that_is_the_gradient_of_an_energy(self) -> None:
         class Force(nn.Module):

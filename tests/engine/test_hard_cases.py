@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from branches import Recurrent
 from gradients import compare_with_store
 from test_saved_memory import saved_bytes
 from torch import Tensor, nn
@@ -107,22 +108,15 @@ class TestInverse:
             assert not sequence.inverse(state).requires_grad
 
 
-class Recurrent(nn.Module):
-    """Takes other kernels with gradients than without."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cells = nn.LSTM(8, 8, batch_first=True)
-
-    def forward(self, q: Tensor) -> Tensor:
-        return self.cells(q)[0]
+def recurrent() -> nn.Module:
+    return Recurrent(nn.LSTM(8, 8, batch_first=True))
 
 
 def transformer() -> nn.Module:
     return nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
 
 
-@pytest.mark.parametrize("make", [Recurrent, transformer])
+@pytest.mark.parametrize("make", [recurrent, transformer])
 @pytest.mark.parametrize("exact", [False, True])
 def test_kernels_that_depend_on_whether_gradients_are_wanted_are_those_of_store(
     make: Callable[[], nn.Module], exact: bool

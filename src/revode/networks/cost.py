@@ -10,7 +10,6 @@ that says what any batch keeps. What a sequence keeps follows from the engine's 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,7 @@ from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
 from revode.accounting import SavedTensors
-from revode.engine import STRATEGIES, ReversibleSequence
+from revode.engine import STRATEGIES, ReversibleSequence, states_kept
 from revode.networks.stages import Stage
 from revode.networks.transitions import Features, join
 
@@ -122,9 +121,8 @@ class Meter:
         branches = tuple(cost for cost, _, _ in costs)
         state = Bytes(0, _bytes(states[0]) // _BATCHES[0])
         segment = _segment_length(body)
-        pairs = math.ceil(len(body.fields) / segment)
         saved = {
-            "reversible": state * (2 * pairs if segment > 1 else pairs),
+            "reversible": state * states_kept(len(body.fields), segment),
             "checkpoint": state * len(body.fields),
             "store": sum(branches, Bytes()),
         }
