@@ -6,11 +6,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from revode.experiments.task import Place, Task, TaskFailed
+from revode.networks.config import ReversibleConfig
+from revode.networks.registry import model_config
 from revode.training.config import Config
 from revode.training.recipes import configure
 
 TRAIN_IMAGES = {"digits": 1_437, "cifar10": 50_000, "cifar100": 50_000, "stl10": 5_000}
 TEST_IMAGES = {"digits": 360, "cifar10": 10_000, "cifar100": 10_000, "stl10": 8_000}
+
+GRID_BITS = 14
+"""Of the grid that states live on in lower precision: reversing then adds nothing to a gradient, in bfloat16 either."""
 
 _FREE = frozenset(
     "device threads data_root report log_every checkpoint_every tensorboard monitor monitor_every evaluation_batch_size".split()
@@ -89,6 +94,8 @@ class TrainingRun(Task):
         values |= {"data_root": place.data_root, "threads": place.threads}
         if place.autocast != "none":
             values["autocast"] = place.autocast
+            if isinstance(model_config(self.model), ReversibleConfig):
+                values.setdefault("exact", GRID_BITS)
         used = self.num_images + self.hold_out
         values["train_fraction"] = used / TRAIN_IMAGES[self.dataset]
         if self.hold_out:
