@@ -12,7 +12,7 @@ NETWORKS = ("hamiltonian-subset", "resnet-subset")
 CPU_FRACTIONS = (0.03, 0.04)
 CPU_SEEDS = 3
 CPU: dict[str, Any] = {
-    "epochs": 24,
+    "epochs": 48,
     "batch_size": 50,
     "lr": 0.05,
     "validation": 0.0,
