@@ -34,7 +34,7 @@ class SavedTensors:
         if key not in self._excluded and key not in self._seen:
             self._seen[key] = tensor.detach()  # kept until exit, so that no address is used twice
             self.num_bytes += tensor.untyped_storage().nbytes()
-        return tensor
+        return tensor.detach()  # a node that kept its own output would keep itself
 
     def __enter__(self) -> SavedTensors:
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)

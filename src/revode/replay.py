@@ -128,7 +128,8 @@ def _call_as_recomputed(branch: nn.Module, q: Tensor, kwargs: dict[str, Any], to
     if not (compiled or to_the_bit or any(isinstance(module, _MIND_GRADIENTS) for module in branch.modules())):
         return call(branch, q, kwargs)
     # This graph goes with the call; hooks of the user, who may offload or count what is kept, have no business with it.
-    unseen = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    # Detached, since a node that keeps its own output keeps itself.
+    unseen = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
     with torch.enable_grad(), contextlib.nullcontext() if compiled else unseen:
         u = call(branch, torch.ops.aten.alias(q.detach().requires_grad_()), kwargs)
     return u.detach() if isinstance(u, Tensor) else u

@@ -14,7 +14,7 @@ from revode.experiments.item import Scope
 from revode.experiments.training_run import TrainingRun
 
 IN_TABLE = {
-    "table-1": "| hamiltonian-74 | 692 | 0.43 | ",
+    "table-1": "| hamiltonian-74 | biases | 692 | 0.43 | ",
     "table-2": "85.50 %",
     "fig-cifar-subset": "paper's claim",
     "fig-stl-subset": "3.4 points",

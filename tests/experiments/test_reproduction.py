@@ -245,6 +245,19 @@ def test_trainings_in_lower_precision_have_directories_and_a_command_of_their_ow
     assert "autocast: bfloat16" in (place.folder(run) / "config.yaml").read_text()
 
 
+def test_in_lower_precision_reversing_adds_no_error():
+    """Batch norm turns a state's last bit into a fifth of the gradient (docs/engine.md), so such states lie on the grid."""
+    lower = Place(autocast="bfloat16")
+    for model in ("hamiltonian-74", "midpoint-26", "revnet-38", "resnet-32"):
+        run = TrainingRun(model=model, dataset="cifar10", recipe="quick")
+        assert run.config(Place()).model.exact == 0
+        assert run.config(lower).model.exact == (0 if model == "resnet-32" else 14)
+    chosen = TrainingRun(model="hamiltonian-74", dataset="cifar10", recipe="quick", settings={"exact": 10})
+    assert chosen.config(lower).model.exact == 10
+    damped = TrainingRun(model="hamiltonian-74", dataset="cifar10", recipe="quick", options={"damping": 0.01})
+    assert damped.config(lower).model.exact == 0  # the grid has no place for it
+
+
 def test_a_process_that_fails_is_a_task_that_failed(tmp_path):
     run = tiny_run(settings={**SETTINGS, "lr": 1e30, "schedule": "constant"})
     found = reproduce(tiny_item(run), Scope("smoke"), Place(tmp_path, processes=2), tmp_path / "out")

@@ -62,7 +62,7 @@ def findings(scope: Scope, outcomes: list[Outcome]) -> Findings:
     schedules = {"smoke": "smoke on digits", "cpu": f"CPU budget, {CPU['epochs']} epochs", "paper": "20,000 steps"}
     found = subsets.compare(outcomes, NETWORKS, paper.STL_SUBSET_GAINS, schedules[scope.budget])
     average = "On average over the shares, the paper reports 3.4 points for Hamiltonian."
-    return dataclasses.replace(found, remarks=[*hold_out_remark(outcomes[0].task), average])
+    return dataclasses.replace(found, remarks=[*found.remarks, *hold_out_remark(outcomes[0].task), average])
 
 
 ITEM = Item("fig-stl-subset", "Small data: shares of STL-10", tasks, budget_note, findings)

@@ -56,4 +56,6 @@ def compare(outcomes: list[Outcome], networks: tuple[str, str], claims: Mapping[
     chart = Chart(
         markup, f"Accuracy on the {split} images over the number of training images ({schedule}); bars: ± one std."
     )
-    return Findings([Table(header, rows)], [chart], numbers={"differences_in_points": gains})
+    norms = {outcome.task.model: outcome.task.norm for outcome in outcomes}
+    remark = "Inside the blocks: " + ", ".join(f"{model} has {norm}" for model, norm in norms.items()) + "."
+    return Findings([Table(header, rows)], [chart], [remark], {"differences_in_points": gains})

@@ -72,18 +72,23 @@ def _ours(scope: Scope) -> str:
 def findings(scope: Scope, outcomes: list[Outcome]) -> Findings:
     """The table with the paper's numbers beside ours, and bars for CIFAR-10."""
     found = grouped(outcomes, lambda task: (task.name, task.dataset))
-    params: dict[str, int] = {}
+    first: dict[str, Outcome] = {}  # of a network, on its first data set
     for outcome in outcomes:
-        params.setdefault(outcome.task.name, outcome.result["params"])  # of the first data set
+        first.setdefault(outcome.task.name, outcome)
     datasets = list(dict.fromkeys(outcome.task.dataset for outcome in outcomes))
-    header = ["network", "parameters", "paper's, M"]
+    header = ["network", "in its blocks", "parameters", "paper's, M"]
     for dataset in datasets:
         header += [f"{DATASETS.get(dataset, dataset)} test, ours ({_ours(scope)})"]
         header += [f"{DATASETS.get(dataset, 'CIFAR-10')}, paper ({paper.CIFAR_SCHEDULE})"]
     rows = []
-    for name, count in params.items():
+    for name, outcome in first.items():
         counts = PAPER_PARAMETERS.get(name)
-        row = [name, f"{count:,}", ABSENT if counts is None else f"{counts[0]:.2f}"]
+        row = [
+            name,
+            outcome.task.norm,
+            f"{outcome.result['params']:,}",
+            ABSENT if counts is None else f"{counts[0]:.2f}",
+        ]
         for dataset in datasets:
             row.append(spread(found.get((name, dataset), {}).values()))
             row.append(of_paper(paper.CIFAR.get(name, {}).get(dataset if dataset in DATASETS else "cifar10")))

@@ -14,7 +14,7 @@ from revode.experiments.training_run import TrainingRun
 BASELINE = "resnet-32-stl"
 """A ResNet of the same size; the paper has none in this table."""
 CPU: dict[str, Any] = {
-    "epochs": 8,
+    "epochs": 4,
     "batch_size": 32,
     "lr": 0.05,
     "validation": 0.0,
@@ -65,18 +65,27 @@ def findings(scope: Scope, outcomes: list[Outcome]) -> Findings:
     """The table with the paper's numbers beside ours."""
     found = grouped(outcomes, lambda task: task.name)
     split = outcomes[0].task.split
-    params = {outcome.task.name: outcome.result["params"] for outcome in outcomes}
+    last = {outcome.task.name: outcome for outcome in outcomes}
     header = [
         "network",
+        "in its blocks",
         "parameters",
         f"{split} accuracy, ours ({_ours(scope)})",
         f"test, paper ({paper.STL_SCHEDULE})",
     ]
     rows = [
-        [name, f"{params[name]:,}", spread(values.values()), of_paper(paper.STL.get(name))]
+        [
+            name,
+            last[name].task.norm,
+            f"{last[name].result['params']:,}",
+            spread(values.values()),
+            of_paper(paper.STL.get(name)),
+        ]
         for name, values in found.items()
     ]
-    rows += [[f"baseline: {name}", ABSENT, ABSENT, of_paper(value)] for name, value in paper.STL_BASELINES.items()]
+    rows += [
+        [f"baseline: {name}", ABSENT, ABSENT, ABSENT, of_paper(value)] for name, value in paper.STL_BASELINES.items()
+    ]
     ours = {name: mean_and_deviation(values.values()) for name, values in found.items()}
     legend = f"paper, test, {paper.STL_SCHEDULE}"
     markup = charts.accuracy_bars(ours, paper.STL, f"ours, {split}, {_ours(scope)}", legend)

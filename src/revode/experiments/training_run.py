@@ -17,6 +17,8 @@ TEST_IMAGES = {"digits": 360, "cifar10": 10_000, "cifar100": 10_000, "stl10": 8_
 GRID_BITS = 14
 """Of the grid that states live on in lower precision: reversing then adds nothing to a gradient, in bfloat16 either."""
 
+_NORMS = {"none": "biases", "batch": "batch norm", "tv": "batch-independent norm"}
+
 _FREE = frozenset(
     "device threads data_root report log_every checkpoint_every tensorboard monitor monitor_every evaluation_batch_size".split()
 )
@@ -64,6 +66,11 @@ class TrainingRun(Task):
         return f"{self.name} on {self.dataset}{share}, seed {self.seed}"
 
     @property
+    def norm(self) -> str:
+        """What its blocks have between convolution and activation, in words."""
+        return _NORMS[model_config(self.model, **self.options).norm]
+
+    @property
     def num_images(self) -> int:
         """Images it trains on."""
         total = TRAIN_IMAGES[self.dataset]
@@ -94,7 +101,8 @@ class TrainingRun(Task):
         values |= {"data_root": place.data_root, "threads": place.threads}
         if place.autocast != "none":
             values["autocast"] = place.autocast
-            if isinstance(model_config(self.model), ReversibleConfig):
+            network = model_config(self.model, **self.options)
+            if isinstance(network, ReversibleConfig) and not network.damping:
                 values.setdefault("exact", GRID_BITS)
         used = self.num_images + self.hold_out
         values["train_fraction"] = used / TRAIN_IMAGES[self.dataset]

@@ -155,4 +155,9 @@ def _origin_lines(origin: dict[str, Any]) -> list[str]:
         "commit": ", ".join(origin["commits"]) or "not from a repository",
         "written": origin["written"],
     }
+    if origin["autocast"] != "none":
+        facts["precision"] = (
+            f"trainings with convolutions in {origin['autocast']} and states in float32; those of reversible networks, but "
+            "for damped ones, lie on the grid of `exact`, so that reversing adds no error to the gradient"
+        )
     return ["## How it was made", "\n".join(f"- {name}: {fact}" for name, fact in facts.items())]
