@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from allocations import Allocations
 from torch import nn
 
 from revode.accounting import SavedTensors, graph_bytes
@@ -15,6 +16,14 @@ def test_tanh_saves_its_output() -> None:
         y = torch.tanh(x)
     assert saved.num_bytes == 400
     assert graph_bytes(y, [x]) == 400
+
+
+def test_what_was_counted_is_let_go() -> None:
+    x = torch.randn(100, requires_grad=True)
+    with Allocations([x]) as allocations, SavedTensors() as saved:
+        torch.tanh(x)
+    assert saved.num_bytes == 400
+    assert not allocations.alive()
 
 
 def test_a_storage_saved_twice_or_through_a_view_counts_once() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from allocations import Allocations, storages
 from branches import IMAGE_BRANCHES, SCHEMES, Conditioned, Perceptron, conv_norm_relu, small_conv, tanh_layer, width
 from gradients import weighted_sum
 from torch import Tensor, nn
@@ -66,6 +67,31 @@ def sequence_of(name: str, make: Callable[[int], nn.Module], num_blocks: int, **
         for parameter in nn.ModuleList(fields).parameters():
             parameter.mul_(0.02)
     return ReversibleSequence(fields, scheme, **options)
+
+
+class TestLettingGo:
+    """What a step made is gone after it: a leak would fill the memory over the steps, however little one step keeps."""
+
+    @pytest.mark.parametrize("exact", [False, True])
+    @pytest.mark.parametrize("branch", IMAGE_BRANCHES)
+    @pytest.mark.parametrize("backprop", ["reversible", "checkpoint", "store"])
+    def test_nothing_but_gradients_outlives_a_step(self, backprop: str, branch: str, exact: bool) -> None:
+        sequence = sequence_of("leapfrog", IMAGE_BRANCHES[branch], 3, backprop=backprop, exact=exact)
+        x = torch.randn(2, 4, 6, 6)
+        with Allocations([x, *sequence.parameters(), *sequence.buffers()]) as allocations:
+            sequence(x).square().mean().backward()
+        assert allocations.made
+        assert allocations.alive() <= storages(p.grad for p in sequence.parameters() if p.grad is not None)
+
+    @pytest.mark.parametrize("exact", [False, True])
+    @pytest.mark.parametrize("branch", IMAGE_BRANCHES)
+    def test_nothing_outlives_a_forward_pass_without_backward(self, branch: str, exact: bool) -> None:
+        sequence = sequence_of("leapfrog", IMAGE_BRANCHES[branch], 3, exact=exact)
+        x = torch.randn(2, 4, 6, 6)
+        with Allocations([x, *sequence.parameters(), *sequence.buffers()]) as allocations:
+            sequence(x)
+        assert allocations.made
+        assert not allocations.alive()
 
 
 class TestSavedBytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from allocations import Allocations, storages
 from network_gradients import gradients, images, largest_difference, twin
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -127,3 +128,18 @@ def test_the_budget_goes_where_a_byte_spares_most():
     assert share(84, parts, 2) == [28, 28, 28]
     assert share(84 + 50, parts, 2) == [28, 68, 38]
     assert share(10_000, parts, 2) == [68, 68, 68]
+
+
+@pytest.mark.parametrize("lower_precision", [False, True])
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("name", ["hamiltonian-26", "hamiltonian-1layer-26", "midpoint-26", "leapfrog-26", "revnet-38"])
+def test_nothing_but_gradients_outlives_a_training_step(name, exact, lower_precision):
+    model = revode.create_model(name, blocks=(2, 2, 2), channels=(4, 8, 12), exact=exact)
+    x = images(model, dtype=torch.float32)
+    with Allocations([x, *model.parameters(), *model.buffers()]) as allocations:
+        with torch.autocast("cpu", torch.bfloat16, enabled=lower_precision):
+            loss = model(x).square().mean()
+        loss.backward()
+        del loss
+    assert allocations.made
+    assert allocations.alive() <= storages(p.grad for p in model.parameters())

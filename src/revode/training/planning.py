@@ -68,7 +68,7 @@ class _Held:
     """A saved tensor that tells the counter when the graph lets go of it."""
 
     def __init__(self, tensor: Tensor, counter: PeakActivations) -> None:
-        self.tensor = tensor
+        self.tensor = tensor.detach()  # a node that kept its own output would keep itself
         self._counter = counter
         self._entry = (tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes())
         counter._acquire(*self._entry)
