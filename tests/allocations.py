@@ -1,4 +1,4 @@
-"""What a computation made and what of it is still there, by PyTorch's own references: Python's would miss what a graph holds."""
+"""What a computation made and what of it is still there, as torch counts references: Python would miss what a graph holds."""
 
 from __future__ import annotations
 
