@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from revode.cli import main
-from revode.experiments import paper
+from revode.experiments import cifar_subset, paper
 from revode.experiments.catalogue import BUDGETS, ITEMS, find_item
 from revode.experiments.item import Scope
 from revode.experiments.training_run import TrainingRun
@@ -95,6 +95,7 @@ def test_small_data_budget_is_what_the_issue_asks():
     tasks = find_item("fig-cifar-subset").tasks(Scope("cpu"))
     assert {task.num_images for task in tasks} == {1_500, 2_000}
     assert {task.seed for task in tasks} == {0, 1, 2}
+    assert {task.num_steps for task in tasks} == {cifar_subset.CPU_STEPS}
     pairs = {(task.fraction, task.seed, task.num_steps, task.batch_size) for task in tasks}
     assert len(pairs) == len(tasks) // 2  # both networks train alike
     smallest = find_item("fig-cifar-subset").tasks(Scope("paper"))[-1]
