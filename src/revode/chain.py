@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from revode.grid import Grid, with_strides
 from revode.products import KnownField
-from revode.replay import Autocast
+from revode.replay import Autocast, version_of
 from revode.schemes import Rounding, Scheme
 
 Call = Callable[[int, nn.Module, Tensor, dict[str, Any]], Any]
@@ -30,11 +30,6 @@ class BranchTypeError(BranchError, TypeError):
 def tensor_leaves(tree: Any) -> list[Tensor]:
     """The tensors in a nest of dicts, lists and tuples."""
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def _version(tensor: Tensor) -> int | None:
-    """How often `tensor` was modified in place, if that is known."""
-    return None if tensor.is_inference() else tensor._version
 
 
 class Chain:
@@ -57,6 +52,8 @@ class Chain:
             self.couplings[0] = scheme.starting()
         self.grid = grid
         self.kwargs = kwargs
+        self.streams_seen: dict[Hashable, Any] = {}
+        """States of random streams, shared by the branches that meet the same."""
 
     def name(self, index: int) -> str:
         return f"branch {index} ({type(self.branches[index]).__name__})"
@@ -90,14 +87,14 @@ class Chain:
             return self._conform(index, q, call(index, branch, q, kwargs), autocast)
         parameters = (p for p in branch.parameters() if not isinstance(p, UninitializedParameter))
         inputs = [q, *tensor_leaves(kwargs), *parameters]
-        versions = [_version(tensor) for tensor in inputs]
+        versions = [version_of(tensor) for tensor in inputs]
         try:
             u = call(index, branch, q, kwargs)
         except torch.OutOfMemoryError:
             raise
         except (AssertionError, IndexError, RuntimeError, TypeError, ValueError) as error:
             raise self._failure(index, q, error) from error
-        if [_version(tensor) for tensor in inputs] != versions:
+        if [version_of(tensor) for tensor in inputs] != versions:
             raise BranchError(
                 f"{self.name(index)} modifies its input or its parameters in place (an inplace=True activation first in "
                 "it?): both are needed again, so give it an operation that makes a new tensor"

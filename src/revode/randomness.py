@@ -10,26 +10,35 @@ import contextlib
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-Stream = tuple[Callable[[], Any], Callable[[Any], Any]]
-"""How to read a stream's state, and how to set it."""
+
+class Stream(NamedTuple):
+    """A stream's name or identity, how to read its state, and how to set it."""
+
+    key: Hashable
+    read: Callable[[], Any]
+    write: Callable[[Any], Any]
 
 
 def streams_of(branch: nn.Module, device: torch.device, arguments: Iterable[Any] = ()) -> list[Stream]:
     """Every stream that `branch` on `device` might draw from, given these arguments."""
-    streams: list[Stream] = [(torch.get_rng_state, torch.set_rng_state), (random.getstate, random.setstate)]
+    streams = [
+        Stream("torch", torch.get_rng_state, torch.set_rng_state),
+        Stream("python", random.getstate, random.setstate),
+    ]
     if device.type in ("cuda", "xpu"):
-        of_device = getattr(torch, device.type)
-        streams.append((lambda: of_device.get_rng_state(device), lambda state: of_device.set_rng_state(state, device)))
+        of = getattr(torch, device.type)
+        streams.append(Stream(device, lambda: of.get_rng_state(device), lambda state: of.set_rng_state(state, device)))
     elif device.type == "mps":
-        streams.append((torch.mps.get_rng_state, torch.mps.set_rng_state))
-    if "numpy" in sys.modules:
-        streams.append((_read_numpy, _set_numpy))
+        streams.append(Stream(device, torch.mps.get_rng_state, torch.mps.set_rng_state))
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        streams.append(_numpy_stream("numpy", numpy.random))
     for value in [*arguments, *(value for module in branch.modules() for value in _held(module))]:
         stream = _stream_of(value)
         if stream is not None:
@@ -51,29 +60,27 @@ def _held(module: nn.Module) -> Iterator[Any]:
 def _stream_of(value: Any) -> Stream | None:
     """The stream that `value` is, if it is a generator."""
     if isinstance(value, torch.Generator):
-        return value.get_state, value.set_state
+        return Stream(id(value), value.get_state, value.set_state)
+    if isinstance(value, random.SystemRandom):
+        raise ValueError(
+            "it holds or is given a random.SystemRandom, whose numbers nobody can draw again: use random.Random"
+        )
     if isinstance(value, random.Random):
-        return value.getstate, value.setstate
-    # NumPy's states are pickled, since some are dicts of arrays, which do not compare at once.
+        return Stream(id(value), value.getstate, value.setstate)
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.random.Generator):
         bits = value.bit_generator
-        return lambda: pickle.dumps(bits.state), lambda state: setattr(bits, "state", pickle.loads(state))
+        return Stream(id(value), lambda: pickle.dumps(bits.state), lambda s: setattr(bits, "state", pickle.loads(s)))
     if numpy is not None and isinstance(value, numpy.random.RandomState):
-        return lambda: pickle.dumps(value.get_state(legacy=False)), lambda state: value.set_state(pickle.loads(state))
+        return _numpy_stream(id(value), value)
     return None
 
 
-def _read_numpy() -> Any:
-    """NumPy's global state with its words as bytes, so that two states are compared at once."""
-    kind, words, *rest = sys.modules["numpy"].random.get_state()
-    return kind, words.tobytes(), *rest
-
-
-def _set_numpy(state: Any) -> None:
-    kind, words, *rest = state
-    numpy: Any = sys.modules["numpy"]
-    numpy.random.set_state((kind, numpy.frombuffer(words, dtype=numpy.uint32), *rest))
+def _numpy_stream(key: Hashable, source: Any) -> Stream:
+    """The stream of a ``RandomState``, or of ``numpy.random``. Pickled, since dicts of arrays do not compare at once."""
+    return Stream(
+        key, lambda: pickle.dumps(source.get_state(legacy=False)), lambda s: source.set_state(pickle.loads(s))
+    )
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -81,30 +88,61 @@ def _same(a: Any, b: Any) -> bool:
 
 
 class Draw:
-    """What the streams were before a branch drew from them; empty if it did not."""
+    """What the streams were before a branch ran, and which of them it moved.
 
-    def __init__(self, branch: nn.Module, device: torch.device, arguments: Iterable[Any] = ()) -> None:
-        self._before = [(stream, stream[0]()) for stream in streams_of(branch, device, arguments)]
+    Those it did not move are kept, too: it may have drawn from them and set them back (``torch.random.fork_rng``).
+
+    Args:
+        branch: what draws.
+        device: where its state lives.
+        arguments: what it is given.
+        seen: the states that were last met, by stream, to be shared as long as they stay the same.
+    """
+
+    def __init__(
+        self,
+        branch: nn.Module,
+        device: torch.device,
+        arguments: Iterable[Any] = (),
+        seen: dict[Hashable, Any] | None = None,
+    ) -> None:
+        seen = {} if seen is None else seen
+        self._streams = streams_of(branch, device, arguments)
+        self._before = []
+        for stream in self._streams:
+            state = stream.read()
+            if stream.key in seen and _same(seen[stream.key], state):
+                state = seen[stream.key]
+            seen[stream.key] = state
+            self._before.append(state)
+        self._moved = [False] * len(self._streams)
 
     def close(self) -> None:
-        """Keep only the streams that have moved since."""
-        self._before = [(stream, state) for stream, state in self._before if not _same(state, stream[0]())]
+        """Find out which streams have moved since."""
+        pairs = zip(self._streams, self._before, strict=True)
+        self._moved = [not _same(before, stream.read()) for stream, before in pairs]
 
     def __bool__(self) -> bool:
-        return bool(self._before)
+        return any(self._moved)
 
     def undo(self) -> None:
         """Set the streams back to where they were before."""
-        for (_, write), state in self._before:
-            write(state)
+        for stream, before in zip(self._streams, self._before, strict=True):
+            stream.write(before)
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """Draw the same numbers inside, and leave the streams as they were."""
-        outside = [(stream, stream[0]()) for stream, _ in self._before]
-        self.undo()
+        outside = []
+        for stream, before, moved in zip(self._streams, self._before, self._moved, strict=True):
+            now = stream.read()
+            elsewhere = not _same(before, now)
+            if elsewhere:
+                stream.write(before)
+            if elsewhere or moved:
+                outside.append((stream, now))
         try:
             yield
         finally:
-            for (_, write), state in outside:
-                write(state)
+            for stream, state in outside:
+                stream.write(state)

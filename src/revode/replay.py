@@ -8,7 +8,7 @@ which runs on the parameters of the forward pass, given as fresh leaves, and on 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 from revode.randomness import Draw
@@ -55,15 +56,41 @@ class Autocast:
         return torch.autocast(self.device_type, enabled=False)
 
 
-def _buffers(branch: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The buffers of `branch` by name: batch statistics being collected, and all others."""
-    statistics, others = {}, {}
+def version_of(tensor: Tensor) -> int | None:
+    """How often `tensor` was modified in place, if that is known."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def _buffers(branch: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """The buffers of `branch` by name: batch statistics being collected, such only being read, and all others."""
+    collected, read, others = {}, {}, {}
     for prefix, module in branch.named_modules():
-        collects = module.training and type(module).forward in _STATISTICS_ONLY
+        norm = type(module).forward in _STATISTICS_ONLY
+        kind = others if not norm else collected if module.training else read
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                (statistics if collects else others)[f"{prefix}.{name}" if prefix else name] = buffer
-    return statistics, others
+                kind[f"{prefix}.{name}" if prefix else name] = buffer
+    return collected, read, others
+
+
+def _clones(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copies by name; what is one tensor under two names stays one."""
+    copies = {id(tensor): tensor.clone() for tensor in {id(t): t for t in tensors.values()}.values()}
+    return {name: copies[id(tensor)] for name, tensor in tensors.items()}
+
+
+@contextlib.contextmanager
+def _parametrized_anew() -> Iterator[None]:
+    """Parametrized weights are computed inside: torch's cache of them (``parametrize.cached``) is neither filled nor read.
+
+    A weight computed without gradients must not be found by code that needs one.
+    """
+    enabled = parametrize._cache_enabled
+    parametrize._cache_enabled = 0
+    try:
+        yield
+    finally:
+        parametrize._cache_enabled = enabled
 
 
 @contextlib.contextmanager
@@ -90,8 +117,8 @@ def call_without_trace(
     branch: nn.Module, q: Tensor, kwargs: dict[str, Any], tensors: dict[str, Tensor] | None = None
 ) -> Any:
     """branch(q) on `tensors` in place of its parameters and buffers, and on copies of its batch statistics."""
-    statistics, _ = _buffers(branch)
-    instead = {name: buffer.clone() for name, buffer in statistics.items()} | (tensors or {})
+    collected, _, _ = _buffers(branch)
+    instead = _clones(collected) | (tensors or {})
     return functional_call(branch, instead, (q,), kwargs) if instead else branch(q, **kwargs)
 
 
@@ -100,9 +127,9 @@ def call_to_invert(branch: nn.Module, q: Tensor, kwargs: dict[str, Any]) -> Any:
     if torch.compiler.is_compiling():
         with RefuseRandom():
             return call_without_trace(branch, q, kwargs)
-    _, others = _buffers(branch)
+    _, _, others = _buffers(branch)
     draw = Draw(branch, q.device, pytree.tree_leaves(kwargs))
-    u = call_without_trace(branch, q, kwargs, {name: buffer.clone() for name, buffer in others.items()})
+    u = call_without_trace(branch, q, kwargs, _clones(others))
     draw.close()
     if draw:
         draw.undo()
@@ -143,7 +170,7 @@ class _Record:
     modes: list[bool]
     changed: dict[str, Tensor]
     """Buffers that the branch itself updates and may depend on, as they were before."""
-    unchanged: dict[str, tuple[Tensor, int]]
+    unchanged: dict[str, tuple[Tensor, int | None]]
     """The other buffers it may depend on, with their versions."""
 
 
@@ -153,11 +180,13 @@ class Replay:
     Args:
         device: where the state lives.
         to_the_bit: whether every branch must give the bits that its recomputation will give.
+        seen: the states of random streams that were last met in this call (see `Draw`).
     """
 
-    def __init__(self, device: torch.device, to_the_bit: bool) -> None:
+    def __init__(self, device: torch.device, to_the_bit: bool, seen: dict[Hashable, Any]) -> None:
         self.device = device
         self.to_the_bit = to_the_bit
+        self.seen = seen
         self.autocast = Autocast(device.type)
         self._records: dict[int, _Record] = {}
 
@@ -168,15 +197,22 @@ class Replay:
                 u = branch(q, **kwargs)
             refuse_random_nodes()
             return u
-        _, buffers = _buffers(branch)
-        before = {name: (buffer, buffer._version, buffer.clone()) for name, buffer in buffers.items()}
-        draw = Draw(branch, self.device, pytree.tree_leaves(kwargs))
-        with self.autocast.restore():
+        _, read, others = _buffers(branch)
+        copies = _clones(read | others)
+        before = {name: (buffer, version_of(buffer)) for name, buffer in (read | others).items()}
+        draw = Draw(branch, self.device, pytree.tree_leaves(kwargs), self.seen)
+        with self.autocast.restore(), _parametrized_anew():
             u = _call_as_recomputed(branch, q, kwargs, self.to_the_bit)
         draw.close()
-        _, after = _buffers(branch)
-        kept = {n: (b, v) for n, (b, v, _) in before.items() if after.get(n) is b and b._version == v}
-        changed = {n: copy for n, (_, _, copy) in before.items() if n not in kept}
+        after = {name: buffer for kind in _buffers(branch) for name, buffer in kind.items()}
+        kept = {
+            name: (buffer, version)
+            for name, (buffer, version) in before.items()
+            if after.get(name) is buffer
+            and version_of(buffer) == version
+            and (name in read or torch.equal(buffer, copies[name]))  # ``buffer.data`` is written without a version
+        }
+        changed = {name: copy for name, copy in copies.items() if name not in kept}
         self._records[index] = _Record(draw, [module.training for module in branch.modules()], changed, kept)
         return u
 
@@ -184,19 +220,20 @@ class Replay:
         self, index: int, branch: nn.Module, q: Tensor, kwargs: dict[str, Any], parameters: dict[str, Tensor]
     ) -> Any:
         """branch(q) as it was, on these parameters, tracking gradients as the caller does; nothing outside moves."""
-        with self.autocast.restore():
-            if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            with self.autocast.restore():
                 return call_without_trace(branch, q, kwargs, parameters)
+        with self.autocast.restore(), _parametrized_anew():
             record = self._records.get(index)
             if record is None:
                 # A field that knew its product in forward: it draws nothing, and its batch norms were in training.
                 with _training_modes(branch, [True] * sum(1 for _ in branch.modules())):
                     return call_without_trace(branch, q, kwargs, parameters)
             for name, (buffer, version) in record.unchanged.items():
-                if buffer._version != version:
+                if version_of(buffer) != version:
                     raise RuntimeError(f"its buffer {name!r} was modified in place between forward and backward")
             tensors = parameters | {name: buffer for name, (buffer, _) in record.unchanged.items()}
-            tensors |= {name: copy.clone() for name, copy in record.changed.items()}
+            tensors |= _clones(record.changed)
             call = eagerly(call_without_trace) if dynamo_is_about() else call_without_trace
             with record.draw.again(), _training_modes(branch, record.modes):
                 return call(branch, q, kwargs, tensors)

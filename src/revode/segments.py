@@ -20,7 +20,7 @@ from revode.accounting import graph_nodes
 from revode.chain import BranchError, Chain
 from revode.grid import with_strides
 from revode.products import KnownField
-from revode.replay import Autocast, Replay
+from revode.replay import Autocast, Replay, version_of
 from revode.schemes import State
 
 
@@ -49,7 +49,7 @@ class ReversibleSegment:
         self.slots: dict[int, list[int]] = {}
         slot_of: dict[tuple[int, int], int] = {}
         for index in reversed(range(start, stop)):
-            _refuse_sharded(chain, index)
+            _refuse_unsuitable(chain, index)
             own = self.parameters[index]
             self.trained[index] = [name for name, p in own.items() if p.requires_grad]
             self.slots[index] = []
@@ -65,7 +65,12 @@ class ReversibleSegment:
 
     def run(self, p: Tensor | None, q: Tensor) -> State:
         """The pair at the end."""
-        arguments = [argument.detach() for argument in self.arguments]
+        if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+            raise RuntimeError(
+                "torch.func's transforms (grad, vmap, jvp, ...) need the activations: "
+                "build this ReversibleSequence with backprop='store'"
+            )
+        arguments = [a.clone() if a.is_inference() else a.detach() for a in self.arguments]
         return _ReversibleFunction.apply(self, p, q, *arguments, *self.inputs)  # type: ignore[return-value]
 
     def kwargs(self, arguments: Sequence[Tensor]) -> dict[str, Any]:
@@ -75,11 +80,11 @@ class ReversibleSegment:
             leaves[place] = argument
         return pytree.tree_unflatten(leaves, self.spec)
 
-    def versions(self) -> list[int]:
+    def versions(self) -> list[int | None]:
         """How often each parameter has been modified in place."""
-        return [parameter._version for own in self.parameters.values() for parameter in own.values()]
+        return [version_of(parameter) for own in self.parameters.values() for parameter in own.values()]
 
-    def check_unchanged(self, versions: list[int]) -> None:
+    def check_unchanged(self, versions: list[int | None]) -> None:
         """Refuse to recompute with parameters that are no longer those of the forward pass."""
         if self.versions() != versions:
             raise RuntimeError(
@@ -96,7 +101,7 @@ class _ReversibleFunction(torch.autograd.Function):
         chain = segment.chain
         arguments = tensors[: len(segment.arguments)]
         kwargs = segment.kwargs(arguments)
-        replay = Replay(q.device, to_the_bit=chain.grid is not None)
+        replay = Replay(q.device, chain.grid is not None, chain.streams_seen)
         known = {}
         for index in range(segment.start, segment.stop):
             field = known[index] = chain.known_field(index, q)
@@ -122,17 +127,19 @@ class _ReversibleFunction(torch.autograd.Function):
                 "create_graph=True (a gradient of the gradient) needs the activations: "
                 "build this ReversibleSequence with backprop='store'"
             )
-        segment, replay = ctx.segment, ctx.replay
+        p, q, *saved = ctx.saved_tensors
+        segment, replay, fields = ctx.segment, ctx.replay, ctx.known
         chain = segment.chain
         if ctx.versions is not None:
             segment.check_unchanged(ctx.versions)
-        p, q, *saved = ctx.saved_tensors
+        if not (torch.compiler.is_compiling() or _graph_is_retained()):
+            ctx.segment = ctx.replay = ctx.known = None  # as autograd lets go of what it saved
         arguments, inputs = saved[: len(segment.arguments)], saved[len(segment.arguments) :]
         gp, gq = grad_outputs
         grads = _Gradients(segment.inputs)
         for index in reversed(range(segment.start, segment.stop)):
             q_next, q = q, p
-            known = None if gq is None else _still_known(ctx.known[index], segment.parameters[index])
+            known = None if gq is None else _still_known(fields[index], segment.parameters[index])
             needs_value = index > segment.start
             u: Tensor | None = None
             products: Sequence[Tensor | None] = []
@@ -153,6 +160,11 @@ class _ReversibleFunction(torch.autograd.Function):
                     grads.add(slot, grad, scale)
         num_arguments = len(segment.arguments)
         return None, gp if ctx.needs_input_grad[1] else None, gq, *[None] * num_arguments, *grads.sums
+
+
+def _graph_is_retained() -> bool:
+    """Whether this backward pass may be repeated (``retain_graph=True``)."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class _Gradients:
@@ -269,12 +281,19 @@ def _refuse_foreign_leaves(chain: Chain, index: int, u: Tensor, leaves: Sequence
             )
 
 
-def _refuse_sharded(chain: Chain, index: int) -> None:
-    """Raise on a branch that FSDP2 shards by itself: its parameters are not those that our inputs name."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None or torch.compiler.is_compiling():
+def _refuse_unsuitable(chain: Chain, index: int) -> None:
+    """Raise on a branch that cannot be given other parameters than its own."""
+    branch = chain.branches[index]
+    if torch.compiler.is_compiling():
         return
-    if any(isinstance(module, fsdp.FSDPModule) for module in chain.branches[index].modules()):
+    if isinstance(branch, torch.jit.ScriptModule):
+        raise BranchError(
+            f"{chain.name(index)} is TorchScript, which cannot be recomputed on parameters that are lent to it: give the "
+            "module it was made from, or use backprop='store'"
+        )
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    # FSDP2's parameters are not those that our inputs name.
+    if fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in branch.modules()):
         raise BranchError(
             f"{chain.name(index)} is sharded by itself (fully_shard): shard the ReversibleSequence or a module around it"
         )

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from allocations import Allocations, storages
 from branches import Recurrent
-from gradients import compare_with_store
+from gradients import compare_with_store, weighted_sum
 from test_saved_memory import saved_bytes
 from torch import Tensor, nn
 
@@ -76,6 +77,139 @@ def test_noise_from_a_generator_among_the_arguments_repeats_itself() -> None:
         sequence(x, generator=torch.Generator().manual_seed(7)).square().sum().backward()
         grads.append([parameter.grad for parameter in sequence.parameters()])
     torch.testing.assert_close(grads[0], grads[1], rtol=1e-12, atol=1e-14)
+
+
+class Forking(nn.Module):
+    """Noise that leaves the global stream where it was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(4, 4)
+
+    def forward(self, q: Tensor) -> Tensor:
+        with torch.random.fork_rng(devices=[]):
+            noise = torch.randn_like(q)
+        return torch.tanh(self.mix(q + noise))
+
+
+class Codebook(nn.Module):
+    """A moving average that is written where autograd does not look, and read in the same call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(4, 4)
+        self.register_buffer("average", torch.zeros(4))
+
+    def forward(self, q: Tensor) -> Tensor:
+        h = torch.tanh(self.mix(q))
+        self.average.data.mul_(0.9).add_(h.detach().mean(0), alpha=0.1)
+        return h * (1 + self.average)
+
+
+class SharedBuffers(nn.Module):
+    """One tensor under two names: running averages of two norms, and a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+        self.second.running_mean = self.first.running_mean
+        constant = torch.linspace(0.5, 1.0, 4)
+        self.first.register_buffer("constant", constant)
+        self.mix = nn.Linear(4, 4)
+        self.mix.register_buffer("constant", constant)
+
+    def forward(self, q: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.mix(self.first(q * self.first.constant)))) * self.mix.constant
+
+
+class TestAgainstStore:
+    @pytest.mark.parametrize("exact", [False, True])
+    @pytest.mark.parametrize("backprop", ["reversible", "checkpoint"])
+    @pytest.mark.parametrize("branch", [Forking, Codebook, SharedBuffers])
+    def test_gradients_buffers_and_random_stream(self, branch: type[nn.Module], backprop: str, exact: bool) -> None:
+        def loss(y: Tensor) -> Tensor:
+            return weighted_sum(y + torch.randn(()))  # as a head with dropout would, it moves the stream
+
+        def make(**options: Any) -> ReversibleSequence:
+            return sequence_of(branch, **({"backprop": backprop, "exact": exact} | options)).double()
+
+        compare_with_store(make, torch.randn(5, 4, dtype=torch.float64), loss=loss)
+
+    @pytest.mark.parametrize("inside", [True, False])
+    @pytest.mark.parametrize("exact", [False, True])
+    def test_torchs_cache_of_parametrized_weights(self, exact: bool, inside: bool) -> None:
+        grads = []
+        for backprop in ("reversible", "store"):
+            torch.manual_seed(0)
+            sequence = sequence_of(
+                lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), nn.Tanh()),
+                backprop=backprop,
+                exact=exact,
+            ).double()
+            with nn.utils.parametrize.cached():
+                loss = sequence(torch.ones(3, 4, dtype=torch.float64)).square().sum()
+                if inside:
+                    loss.backward()
+            if not inside:
+                loss.backward()
+            grads.append([parameter.grad for parameter in sequence.parameters()])
+        torch.testing.assert_close(grads[0], grads[1], rtol=1e-12, atol=1e-14)
+
+    def test_tensors_made_in_inference_mode(self) -> None:
+        class Counting(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.mix = nn.Linear(4, 4)
+                self.register_buffer("calls", torch.zeros(()))
+
+            def forward(self, q: Tensor, bias: Tensor) -> Tensor:
+                self.calls = self.calls + 1
+                return torch.tanh(self.mix(q) + bias)
+
+        sequence = sequence_of(Counting)
+        with torch.inference_mode():
+            bias = torch.randn(4)
+            sequence(torch.randn(2, 4), bias=bias)
+        sequence(torch.randn(2, 4), bias=bias).sum().backward()
+        assert all(field.calls == 2 and field.mix.weight.grad is not None for field in sequence.fields)
+
+
+def test_an_inverse_shares_what_a_branch_shares() -> None:
+    sequence = sequence_of(SharedBuffers).double().eval()
+    x = torch.randn(5, 4, dtype=torch.float64)
+    _, state = sequence(x, return_state=True)
+    torch.testing.assert_close(sequence.inverse(state), x)
+
+
+class TestKeptLosses:
+    """Someone who keeps a loss keeps its graph, but not what the graph had saved: backward lets go of that."""
+
+    @pytest.mark.parametrize("backprop", ["reversible", "checkpoint"])
+    def test_arguments_and_records_go_with_backward(self, backprop: str) -> None:
+        class Conditioned(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.mix = nn.Linear(4, 4)
+
+            def forward(self, q: Tensor, context: Tensor) -> Tensor:
+                return nn.functional.dropout(torch.tanh(self.mix(q) + context), 0.5)
+
+        sequence = sequence_of(Conditioned, backprop=backprop)
+        x, leaf = torch.randn(2, 4), torch.randn(2, 4, requires_grad=True)
+        with Allocations([x, leaf, *sequence.parameters()]) as allocations:
+            loss = sequence(x, context=leaf.exp()).square().sum()
+            loss.backward()
+        kept = storages([loss, leaf.grad, *(p.grad for p in sequence.parameters())])
+        assert allocations.alive() <= kept
+
+    def test_a_graph_that_is_retained_can_be_walked_again(self) -> None:
+        sequence = sequence_of(lambda: nn.Sequential(layer(), nn.Dropout(0.5)))
+        x = torch.randn(2, 4, requires_grad=True)
+        loss = sequence(x).square().sum()
+        grads = [torch.autograd.grad(loss, x, retain_graph=retain)[0] for retain in (True, False)]
+        assert torch.equal(*grads)
+        with pytest.raises(RuntimeError, match="second time"):
+            loss.backward()
 
 
 class TestInverse:
@@ -184,6 +318,25 @@ def test_half_precision_states_are_warned_of(dtype: torch.dtype) -> None:
 
 
 class TestMessages:
+    def test_transforms_of_torch_func(self) -> None:
+        sequence = sequence_of(layer)
+        with pytest.raises(RuntimeError, match=r"torch\.func.*backprop='store'"):
+            torch.func.grad(lambda x: sequence(x).sum())(torch.randn(2, 4))
+        assert torch.func.grad(lambda x: sequence_of(layer, backprop="store")(x).sum())(torch.randn(2, 4)).shape == (
+            2,
+            4,
+        )
+
+    @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+    def test_torchscript_branches(self) -> None:
+        branch = torch.jit.script(nn.Linear(4, 4))
+        with pytest.raises(ValueError, match=r"branch 1 .*TorchScript.*backprop='store'"):
+            ReversibleSequence([layer(), branch], MidPoint(h=0.1))(torch.randn(2, 4))
+
+    def test_numbers_that_nobody_can_draw_again(self) -> None:
+        with pytest.raises(ValueError, match=r"branch 0 .*random\.SystemRandom"):
+            sequence_of(lambda: Noisy(random.SystemRandom()))(torch.randn(2, 4))
+
     def test_a_keyword_argument_that_a_branch_does_not_take(self) -> None:
         with pytest.raises(TypeError, match=r"branch 0 \(Sequential\).*'mask'.*every branch is given.* mask"):
             sequence_of(layer)(torch.randn(2, 4), mask=1)
