@@ -57,16 +57,23 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     try:
         return importlib.import_module(f"revode.commands.{args.command}").run(args)
-    except (ValueError, FileNotFoundError, FileExistsError, PermissionError) as error:
-        if os.environ.get("REVODE_TRACEBACK"):
-            raise
-        print(f"revode {args.command}: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
     except BrokenPipeError:  # whoever read our output has gone
         sys.stderr.close()
         return 141
+    except (ValueError, OSError) as error:
+        if os.environ.get("REVODE_TRACEBACK"):
+            raise
+        print(f"revode {args.command}: {_sentence(error)}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _sentence(error: Exception) -> str:
+    """What went wrong; of the system's own errors without their numbers."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
 
 
 if __name__ == "__main__":

@@ -149,7 +149,7 @@ def test_a_directory_in_use_is_one_sentence(tmp_path, capfd):
     with locked(tmp_path / "run"), pytest.raises(ValueError, match="was refused"):
         train_in_processes(tiny(), tmp_path / "run", 2)
     (line,) = capfd.readouterr().err.splitlines()
-    assert "is training in" in line
+    assert "is working in" in line
 
 
 def test_a_signal_reaches_all_processes_and_the_run_goes_on(tmp_path):

@@ -77,6 +77,8 @@ def read(path: Path) -> tuple[list[Row], dict[str, str]]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         return [Row(**row) for row in content["rows"]], content["conditions"]
+    except OSError as error:
+        raise ValueError(f"cannot read rows from {path}: {error.strerror}") from error
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is not a benchmarks.json of this version: {error}") from error
 

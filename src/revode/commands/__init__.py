@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import textwrap
+from pathlib import Path
 
 
 class HelpFormatter(argparse.RawTextHelpFormatter):
@@ -23,7 +24,17 @@ def use_threads(number: int) -> None:
     """What ``--threads`` asks for; 0 leaves torch's choice."""
     import torch
 
-    if number < 0:
-        raise ValueError(f"--threads is {number}; expected at least 0")
+    from revode.training.config import MOST_THREADS
+
+    if not 0 <= number <= MOST_THREADS:
+        raise ValueError(f"--threads is {number}; expected 0 to {MOST_THREADS}")
     if number:
         torch.set_num_threads(number)
+
+
+def check_folder(path: str | None) -> None:
+    """Refuse a folder for results that cannot be one, before the work that would be lost."""
+    if path is not None:
+        nearest = next((place for place in (Path(path), *Path(path).parents) if place.exists()), Path())
+        if not nearest.is_dir():
+            raise ValueError(f"--out is {path}, but {nearest} is a file; give a directory")

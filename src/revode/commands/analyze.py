@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from revode.commands import use_threads
+from revode.commands import check_folder, use_threads
 
 _EPILOG = """example: revode analyze hamiltonian-74
          revode analyze runs/first --against revnet-38 --out runs/first
@@ -52,14 +52,20 @@ def run(args: argparse.Namespace) -> int:
     from revode.stability.analysis import analyze
     from revode.stability.report import write_page
     from revode.stability.sentences import summary
+    from revode.stability.walk import reversible_units
 
     if args.num_images < 1:
         raise ValueError(f"--num-images must be at least 1, got {args.num_images}")
+    if not 0 <= args.seed < 2**63:
+        raise ValueError(f"--seed is {args.seed}; expected 0 or more, and less than 2^63")
+    check_folder(args.out)
     use_threads(args.threads)
     first, dataset = _network(args.subject, args.options, args.seed)
     networks = [(args.subject, first)]
     if args.against:
         networks.append((args.against, _network(args.against, "", args.seed)[0]))
+    for _, model in networks:
+        reversible_units(model)  # refuses a network without any, before the other one is measured
     name = args.dataset or dataset or "digits"
     results = []
     source = ""

@@ -9,10 +9,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from revode.commands import check_folder
+
 _EPILOG = """example: revode bench --quick
          revode bench --workload stage-32x32 --method revode --method store
          revode bench --profile stage-32x32
-         revode bench --out docs --markdown"""
+         revode bench --out docs --markdown
+exit codes: 0 done, 1 a workload failed and has no rows, 2 bad input"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
     from revode.benchmarks.report import read, write
     from revode.benchmarks.table import text
 
+    check_folder(args.out)
     start, failed = time.monotonic(), False
     rows, facts = [], {}
     if args.rows:
@@ -139,7 +143,11 @@ def _measure(plan: list[tuple[Any, list[Any]]], settings: Any) -> tuple[list[Any
         for workload, methods in plan:
             _note(f"measuring {workload.name}")
             try:
-                rows.extend(measure(workload, methods, settings, footprints))
+                found = measure(workload, methods, settings, footprints)
+                rows.extend(found)
+                if not found:
+                    names = ", ".join(method.name for method in methods)
+                    _note(f"{workload.name} has no rows: {names} is not installed, or cannot run it")
             except (RuntimeError, ValueError) as error:
                 failed = True
                 _note(f"{workload.name} failed and has no rows: {error}")

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import signal
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from revode.commands import use_threads
+from revode.commands import check_folder, use_threads
 from revode.experiments.catalogue import BUDGETS, ITEMS
 
 
@@ -58,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
     if args.processes < 1:
         raise ValueError(f"--processes is {args.processes}; expected at least 1")
     use_threads(args.threads)
+    check_folder(args.out)
     item, scope = find_item(args.item), make_scope(args.budget, args.seeds, args.data_root)
     home = Path(args.runs) if args.runs else HOME
     place = Place(home, args.data_root, args.threads, args.processes, args.autocast)
@@ -66,15 +71,38 @@ def run(args: argparse.Namespace) -> int:
         print("\n".join(listing(item.tasks(scope), place)))
         return 0
     try:
-        found = reproduce(item, scope, place, Path(args.out) if args.out else None)
+        with _terminable():
+            found = reproduce(item, scope, place, Path(args.out) if args.out else None)
     except Interrupted as error:
         print(f"{error}; the same command goes on from there", flush=True)
         return error.exit_code
-    except KeyboardInterrupt:
-        print("stopped between trainings; the same command goes on from there", flush=True)
-        return 130
+    except (KeyboardInterrupt, _Terminated) as error:  # in a measurement, or between tasks
+        print("stopped; the same command goes on with the first task that is not finished", flush=True)
+        return 143 if isinstance(error, _Terminated) else 130
     for path in found.files:
         print(f"  {path}")
     for title, problem in found.problems.items():
         print(f"{title}: {problem}")
     return 3 if found.problems else 0
+
+
+class _Terminated(BaseException):
+    """SIGTERM, on its way out."""
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM ends what is inside as Ctrl-C does, so that finished tasks are written; trainings handle both themselves."""
+
+    def stop(*_: Any) -> None:
+        raise _Terminated
+
+    try:
+        before = signal.signal(signal.SIGTERM, stop)
+    except ValueError:  # not in the main thread: whoever owns it handles signals
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

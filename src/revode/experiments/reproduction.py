@@ -68,7 +68,7 @@ def reproduce(
     found = Reproduction()
     outcomes: list[Outcome] = []
     say(f"{item.title}\n{item.budget_note(scope)}")
-    with locked(place.home / f"{item.name}-{scope.budget}"):
+    with locked(place.home / f"{item.name}-{scope.budget}", "--runs"):
         try:
             for number, task in enumerate(tasks, 1):
                 known = place.finished(task)

@@ -109,7 +109,7 @@ class Measurement(Task):
     def execute(self, place: Place) -> dict[str, Any]:
         """Measure under the directory's lock, and keep the numbers with what they depend on."""
         folder = place.folder(self)
-        with locked(folder):
+        with locked(folder, "--runs"):
             found = place.finished(self)  # another process may have been quicker
             if found is not None:
                 return found

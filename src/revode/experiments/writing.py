@@ -22,9 +22,11 @@ _LEFT_OUT = ("confusion", "plan", "test_accuracy", "test_loss", "validation_accu
 
 
 def command(item: Item, scope: Scope, place: Place) -> str:
-    """The command that makes these files; where data lie is the reader's own."""
-    seeds = "" if scope.num_seeds is None else f" --seeds {scope.num_seeds}"
-    return f"revode reproduce {item.name} --budget {scope.budget}{seeds}{place.flags}"
+    """The command that makes these files; where data lie is the reader's own, and what trains nothing needs no flags."""
+    flags = "" if scope.num_seeds is None else f" --seeds {scope.num_seeds}"
+    flags += place.flags
+    trains = any(task.is_training for task in item.tasks(scope))
+    return f"revode reproduce {item.name} --budget {scope.budget}{flags if trains else ''}"
 
 
 def write_findings(
@@ -85,7 +87,7 @@ def provenance(item: Item, scope: Scope, outcomes: Sequence[Outcome], num_tasks:
         "budget": scope.budget,
         "command": command(item, scope, place),
         "processes": place.processes,
-        "autocast": place.autocast,
+        "autocast": place.autocast if any(outcome.task.is_training for outcome in outcomes) else "none",
         "finished": len(outcomes),
         "of": num_tasks,
         "seeds": seeds,

@@ -51,9 +51,8 @@ def reversible_units(model: nn.Module) -> list[ReversibleSequence]:
     """The reversible sequences of a model; an error if there is none."""
     units = [module for module in model.modules() if isinstance(module, ReversibleSequence)]
     if not units:
-        raise ValueError(
-            f"{type(model).__name__} has no reversible units: the stability analysis has nothing to walk through"
-        )
+        name = getattr(getattr(model, "config", None), "name", type(model).__name__)
+        raise ValueError(f"{name} has no reversible units: the stability analysis has nothing to walk through")
     return units
 
 

@@ -139,6 +139,9 @@ def _plain(value: Any) -> Any:
     return value
 
 
+MOST_THREADS = 1024
+"""More make the thread pool fail."""
+
 _AT_LEAST = {
     "epochs": 1, "max_steps": 1, "batch_size": 1, "accumulate": 1, "warmup_steps": 0, "log_every": 1, "evaluate_every": 0,
     "checkpoint_every": 1, "evaluation_batch_size": 1, "monitor_every": 1, "threads": 0, "exact": 0, "lr": 0.0,
@@ -157,6 +160,8 @@ def _check_values(config: Config) -> None:
     for name in _FRACTIONS:
         if not 0 <= values[name] < 1:
             raise ValueError(f"{name} is {values[name]}; expected a number from 0 up to, not including, 1")
+    if values["threads"] > MOST_THREADS:
+        raise ValueError(f"threads is {values['threads']}; expected at most {MOST_THREADS}")
     if values["seed"] >= 2**63:
         raise ValueError(f"seed is {values['seed']}; expected less than 2^63")
     if not 0 < values["train_fraction"] <= 1:

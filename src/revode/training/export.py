@@ -29,11 +29,13 @@ def export_onnx(folder: str | Path, path: str | Path, *, overwrite: bool = False
         The path, and the largest relative difference of its scores to torch's; None where onnxruntime is not installed.
     """
     path = Path(path)
+    run = load_run(folder)
+    if path.is_dir():
+        raise ValueError(f"{path} is a directory; give the file to write, as {path / 'model.onnx'}")
     if path.exists() and not overwrite:
         raise ValueError(f"{path} exists already; give another path or --overwrite")
     if not path.parent.is_dir():
         raise ValueError(f"{path.parent} is not a directory; create it or give another path")
-    run = load_run(folder)
     info = data.describe(run.config.data.dataset)
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(4, info.channels, info.image_size, info.image_size, generator=generator)

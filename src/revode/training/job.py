@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from revode import data
-from revode.networks import StagedClassifier, create_model
+from revode.networks import StagedClassifier, build
+from revode.networks.config import NetworkConfig
+from revode.networks.registry import model_config
 from revode.regularizers import smoothness_gradient_
 from revode.training.config import Config
 from revode.training.distributed import Group, gradients_stay_local, parallelize, synchronize_batch_norm
@@ -37,6 +39,11 @@ class StepResult:
 
 def build_model(config: Config, info: data.DatasetInfo) -> StagedClassifier:
     """The network of `config` for the images of a data set, with fresh weights."""
+    return build(network_config(config, info))
+
+
+def network_config(config: Config, info: data.DatasetInfo) -> NetworkConfig:
+    """What that network is; a name or option that does not exist is refused."""
     settings = config.model
     options: dict[str, Any] = {
         "num_classes": info.num_classes,
@@ -55,7 +62,7 @@ def build_model(config: Config, info: data.DatasetInfo) -> StagedClassifier:
         options["backprop"] = settings.backprop
     if settings.exact:
         options["exact"] = settings.exact
-    return create_model(settings.name, **options | settings.options)
+    return model_config(settings.name, **options | settings.options)
 
 
 class Job:
@@ -69,6 +76,7 @@ class Job:
     def __init__(self, config: Config, group: Group) -> None:
         self.config = config
         self.group = group
+        network_config(config, data.describe(config.data.dataset))  # a wrong name should not cost a download first
         self.dataset = data.load(config.data.dataset, config.record.data_root).to(group.device)
         self.train_split, self.validation_split = self._choose_images()
         self.memory_format = torch.channels_last if config.execution.channels_last else torch.contiguous_format

@@ -54,8 +54,12 @@ def vacant_folder(stem: Path) -> Path:
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path, flag: str = "--out") -> Iterator[None]:
     """Create `folder` and be its only writer until the end. The lock dies with the process, however that ends.
+
+    Args:
+        folder: The directory.
+        flag: How the user gives another one.
 
     Raises:
         ValueError: Another process writes it, or it cannot be written.
@@ -70,15 +74,15 @@ def locked(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
-        raise ValueError(f"cannot write to {folder} ({error.strerror}); give another --out") from error
+        raise ValueError(f"cannot write to {folder} ({error.strerror}); give another {flag}") from error
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             owner = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
             raise ValueError(
-                f"another process{f' ({owner})' if owner else ''} is training in {folder}; wait for it, stop it, "
-                "or give another --out"
+                f"another process{f' ({owner})' if owner else ''} is working in {folder}; wait for it, stop it, "
+                f"or give another {flag}"
             ) from error
         with contextlib.suppress(OSError):
             os.ftruncate(descriptor, 0)

@@ -1,0 +1,85 @@
+"""Bad input of a command is one sentence with the way out, and is refused before any work is done."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from revode.cli import main
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert main(list(argv)) == 2
+    printed = capsys.readouterr()
+    assert not printed.out
+    assert "Traceback" not in printed.err
+    assert printed.err.count("\n") == 1
+    return printed.err
+
+
+class TestBeforeAnyWork:
+    @pytest.mark.parametrize("given", [("nope",), ("resnet-8", "--exact", "14"), ("resnet-8", "--options", "h=0.1")])
+    def test_a_wrong_network_is_not_told_to_fetch_data(self, given, tmp_path, capsys) -> None:
+        line = refused(capsys, "train", *given, "--dataset", "cifar10", "--data-root", str(tmp_path))
+        assert "no network 'nope'" in line or "has no option" in line
+
+    @pytest.mark.parametrize(
+        "command",
+        [
+            ("bench", "--workload", "stage-8x8"),
+            ("analyze", "hamiltonian-digits"),
+            ("reproduce", "memory"),
+        ],
+    )
+    def test_results_cannot_go_into_a_file(self, command, tmp_path, capsys) -> None:
+        (tmp_path / "file").touch()
+        for out in (tmp_path / "file", tmp_path / "file" / "below"):
+            assert "is a file; give a directory" in refused(capsys, *command, "--out", str(out))
+
+    def test_a_second_network_that_cannot_be_analyzed(self, capsys) -> None:
+        line = refused(capsys, "analyze", "hamiltonian-digits", "--against", "resnet-8", "--json")
+        assert "resnet-8 has no reversible units" in line
+
+
+@pytest.mark.parametrize("command", [("train",), ("analyze", "hamiltonian-digits"), ("reproduce", "memory")])
+def test_more_threads_than_any_machine_has(command, capsys) -> None:
+    assert "100000; expected" in refused(capsys, *command, "--threads", "100000")
+
+
+def test_a_seed_out_of_range(capsys) -> None:
+    assert "less than 2^63" in refused(capsys, "analyze", "hamiltonian-digits", "--seed", str(2**70))
+
+
+def test_rows_that_cannot_be_read(tmp_path, capsys) -> None:
+    assert "Is a directory" in refused(capsys, "bench", "--rows", str(tmp_path))
+    assert "No such file" in refused(capsys, "bench", "--rows", str(tmp_path / "nowhere.json"))
+
+
+def test_export_names_what_is_wrong(tmp_path, capsys) -> None:
+    assert "nowhere" in refused(capsys, "export", str(tmp_path / "nowhere"), "--onnx")
+
+
+def test_places_for_runs_are_called_by_their_flag(tmp_path, capsys) -> None:
+    (tmp_path / "file").touch()
+    assert main(["reproduce", "memory", "--runs", str(tmp_path / "file")]) == 2
+    assert "give another --runs" in capsys.readouterr().err
+
+
+def test_a_measurement_that_is_terminated_leaves_a_page_of_what_is_finished(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "revode.cli", "reproduce", "memory", "--threads", "1"]
+    command += ["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 120
+        while len(list((tmp_path / "runs").glob("*/result.json"))) < 2 and process.poll() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        printed, _ = process.communicate(timeout=120)
+    assert process.returncode == 143
+    assert "stopped; the same command goes on" in printed
+    assert "Incomplete: " in (tmp_path / "out" / "memory.md").read_text()
