@@ -65,12 +65,14 @@ class ReversibleSegment:
 
     def run(self, p: Tensor | None, q: Tensor) -> State:
         """The pair at the end."""
-        if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-            raise RuntimeError(
-                "torch.func's transforms (grad, vmap, jvp, ...) need the activations: "
-                "build this ReversibleSequence with backprop='store'"
-            )
-        arguments = [a.clone() if a.is_inference() else a.detach() for a in self.arguments]
+        arguments = [argument.detach() for argument in self.arguments]
+        if not torch.compiler.is_compiling():
+            if torch._C._are_functorch_transforms_active():
+                raise RuntimeError(
+                    "torch.func's transforms (grad, vmap, jvp, ...) need the activations: "
+                    "build this ReversibleSequence with backprop='store'"
+                )
+            arguments = [argument.clone() if argument.is_inference() else argument for argument in arguments]
         return _ReversibleFunction.apply(self, p, q, *arguments, *self.inputs)  # type: ignore[return-value]
 
     def kwargs(self, arguments: Sequence[Tensor]) -> dict[str, Any]:

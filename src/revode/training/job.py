@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from revode import data
-from revode.networks import StagedClassifier, build
-from revode.networks.config import NetworkConfig
+from revode.networks import StagedClassifier, create_model
 from revode.networks.registry import model_config
 from revode.regularizers import smoothness_gradient_
 from revode.training.config import Config
@@ -39,11 +38,11 @@ class StepResult:
 
 def build_model(config: Config, info: data.DatasetInfo) -> StagedClassifier:
     """The network of `config` for the images of a data set, with fresh weights."""
-    return build(network_config(config, info))
+    return create_model(config.model.name, **network_options(config, info))
 
 
-def network_config(config: Config, info: data.DatasetInfo) -> NetworkConfig:
-    """What that network is; a name or option that does not exist is refused."""
+def network_options(config: Config, info: data.DatasetInfo) -> dict[str, Any]:
+    """The options of that network."""
     settings = config.model
     options: dict[str, Any] = {
         "num_classes": info.num_classes,
@@ -62,7 +61,7 @@ def network_config(config: Config, info: data.DatasetInfo) -> NetworkConfig:
         options["backprop"] = settings.backprop
     if settings.exact:
         options["exact"] = settings.exact
-    return model_config(settings.name, **options | settings.options)
+    return options | settings.options
 
 
 class Job:
@@ -76,7 +75,8 @@ class Job:
     def __init__(self, config: Config, group: Group) -> None:
         self.config = config
         self.group = group
-        network_config(config, data.describe(config.data.dataset))  # a wrong name should not cost a download first
+        # A network that does not exist should not cost a download first.
+        model_config(config.model.name, **network_options(config, data.describe(config.data.dataset)))
         self.dataset = data.load(config.data.dataset, config.record.data_root).to(group.device)
         self.train_split, self.validation_split = self._choose_images()
         self.memory_format = torch.channels_last if config.execution.channels_last else torch.contiguous_format
