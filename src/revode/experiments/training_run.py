@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from revode.experiments.task import Place, Task, TaskFailed
+from revode.grid import DEFAULT_BITS
 from revode.networks.config import ReversibleConfig
 from revode.networks.registry import model_config
 from revode.training.config import Config
@@ -13,9 +14,6 @@ from revode.training.recipes import configure
 
 TRAIN_IMAGES = {"digits": 1_437, "cifar10": 50_000, "cifar100": 50_000, "stl10": 5_000}
 TEST_IMAGES = {"digits": 360, "cifar10": 10_000, "cifar100": 10_000, "stl10": 8_000}
-
-GRID_BITS = 14
-"""Of the grid that states live on in lower precision: reversing then adds nothing to a gradient, in bfloat16 either."""
 
 _NORMS = {"none": "biases", "batch": "batch norm", "tv": "batch-independent norm"}
 
@@ -103,7 +101,8 @@ class TrainingRun(Task):
             values["autocast"] = place.autocast
             network = model_config(self.model, **self.options)
             if isinstance(network, ReversibleConfig) and not network.damping:
-                values.setdefault("exact", GRID_BITS)
+                # Reversing then adds nothing to a gradient, in bfloat16 either.
+                values.setdefault("exact", DEFAULT_BITS)
         used = self.num_images + self.hold_out
         values["train_fraction"] = used / TRAIN_IMAGES[self.dataset]
         if self.hold_out:
