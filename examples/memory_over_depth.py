@@ -10,7 +10,7 @@ import argparse
 import torch
 
 from revode import ReversibleSequence, SymmetricField, Verlet
-from revode.accounting import SavedTensors
+from revode.engine.accounting import SavedTensors
 
 DEPTHS = (10, 32, 100, 316, 1000)
 STRATEGIES = ("store", "checkpoint", "reversible")

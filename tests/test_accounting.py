@@ -7,7 +7,7 @@ import torch
 from allocations import Allocations
 from torch import nn
 
-from revode.accounting import SavedTensors, graph_bytes
+from revode.engine.accounting import SavedTensors, graph_bytes
 
 
 def test_tanh_saves_its_output() -> None:

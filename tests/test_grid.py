@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from revode.grid import Grid, with_strides
+from revode.engine.grid import Grid, with_strides
 
 DTYPES = {torch.float32: 24, torch.float64: 53}
 

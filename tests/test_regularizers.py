@@ -10,7 +10,7 @@ import torch
 
 import revode
 from revode import AntisymmetricField, Leapfrog, MidPoint, ReversibleSequence, SymmetricField
-from revode.accounting import SavedTensors
+from revode.engine.accounting import SavedTensors
 from revode.regularizers import decay_groups, kernel_chains, smoothness, smoothness_gradient_
 
 NAMES = ["hamiltonian-26", "hamiltonian-1layer-26", "midpoint-26", "leapfrog-26", "revnet-38"]

@@ -28,7 +28,7 @@ from revode.operators import (
 from revode.parts import ACTIVATIONS as ACTIVATIONS
 from revode.parts import Activation, Bias, make_activation, make_norm
 from revode.parts import TVNorm as TVNorm
-from revode.products import IN_PLACE, SLOPES, KnownField, Normalized, convolution_vjp
+from revode.vjp import IN_PLACE, SLOPES, KnownField, Normalized, convolution_vjp
 
 
 def convolved(operator: Conv, kernel: Tensor, norm: nn.Module, y: Tensor) -> Tensor:

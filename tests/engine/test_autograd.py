@@ -303,7 +303,7 @@ class TestUsersTensors:
             gc.enable()
 
     def test_the_leak_check_catches_a_leak(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from revode.segments import _ReversibleFunction
+        from revode.engine.segment import _ReversibleFunction
 
         kept = []
         original = _ReversibleFunction.forward
@@ -525,7 +525,7 @@ class TestAutocast:
         assert_agree(*grads, 2e-2)
 
     def test_the_check_catches_recomputation_outside_autocast(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from revode.replay import Autocast
+        from revode.engine.replay import Autocast
 
         monkeypatch.setattr(Autocast, "restore", lambda self: contextlib.nullcontext())
         with pytest.raises(AssertionError):

@@ -435,9 +435,9 @@ class TestBetweenForwardAndBackward:
     def test_the_check_catches_recomputation_in_another_mode(self, monkeypatch: pytest.MonkeyPatch) -> None:
         import contextlib
 
-        import revode.replay
+        import revode.engine.replay
 
-        monkeypatch.setattr(revode.replay, "_training_modes", lambda *_: contextlib.nullcontext())
+        monkeypatch.setattr(revode.engine.replay, "_training_modes", lambda *_: contextlib.nullcontext())
         with pytest.raises(AssertionError, match="differ by more than"):
             self.test_the_gradient_is_that_of_the_forward("reversible", lambda s: s.eval())
 
@@ -515,9 +515,11 @@ class TestBuffers:
         assert_agree(dict(sequence.named_buffers()), before, 0.0)
 
     def test_the_check_catches_statistics_that_move_twice(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        import revode.replay
+        import revode.engine.replay
 
-        monkeypatch.setattr(revode.replay, "call_without_trace", lambda branch, q, kwargs, *_: branch(q, **kwargs))
+        monkeypatch.setattr(
+            revode.engine.replay, "call_without_trace", lambda branch, q, kwargs, *_: branch(q, **kwargs)
+        )
         with pytest.raises((AssertionError, RuntimeError)):
             self.test_batch_statistics_move_once(0.1, False, "reversible")
 
@@ -736,14 +738,14 @@ class TestNoise:
     def test_the_check_catches_other_noise_in_recomputation(self, monkeypatch: pytest.MonkeyPatch) -> None:
         import contextlib
 
-        from revode.randomness import Draw
+        from revode.engine.randomness import Draw
 
         monkeypatch.setattr(Draw, "again", lambda self: contextlib.nullcontext())
         with pytest.raises(AssertionError, match="grad of"):
             self.test_every_source_of_noise_repeats_itself("torch", "reversible")
 
     def test_the_check_catches_a_stream_that_moved(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from revode.randomness import Draw
+        from revode.engine.randomness import Draw
 
         original = Draw.again
 

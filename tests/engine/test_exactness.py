@@ -378,11 +378,11 @@ def test_the_check_catches_a_rounding_that_differs_in_reverse(monkeypatch: pytes
 
 def test_the_check_catches_other_strides_in_recomputation(monkeypatch: pytest.MonkeyPatch) -> None:
     """A branch may give other bits on another layout, so it must see the same one twice."""
-    import revode.chain
+    import revode.engine.chain
     from revode.schemes import Coupling
 
     original = Coupling.reverse
-    monkeypatch.setattr(revode.chain, "with_strides", lambda x, strides: x)
+    monkeypatch.setattr(revode.engine.chain, "with_strides", lambda x, strides: x)
     monkeypatch.setattr(Coupling, "reverse", lambda *args, **kwargs: original(*args, **kwargs).contiguous())
     x = torch.randn(3, 8, 7, 5).contiguous(memory_format=torch.channels_last)
     with pytest.raises(AssertionError, match="differ by more than 0"):

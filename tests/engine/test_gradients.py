@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import revode.schemes
 from revode import AdditiveCoupling, Leapfrog, MidPoint, ReversibleSequence, Verlet
+from revode.engine.segment import _ReversibleFunction
 from revode.schemes import Scheme
-from revode.segments import _ReversibleFunction
 
 
 def dense_sequence(name: str, num_fields: int, features: int = 4, **options: Any) -> ReversibleSequence:

@@ -1,6 +1,6 @@
 """Memory and work: saved bytes do not grow with depth, branches are evaluated twice, budgets are kept.
 
-Bytes are counted here without `revode.accounting`: once by hooks on everything that autograd saves, once by what Python
+Bytes are counted here without `revode.engine.accounting`: once by hooks on everything that autograd saves, once by what Python
 keeps alive, and once as the peak of a fresh process.
 """
 
@@ -298,7 +298,7 @@ class TestWork:
         assert backward == product + forward - spared
 
     def test_the_check_catches_a_second_evaluation(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from revode.chain import Chain
+        from revode.engine.chain import Chain
 
         original = Chain.evaluate
 

@@ -9,7 +9,7 @@ from network_gradients import gradients, images, largest_difference, twin
 from torch.utils.flop_counter import FlopCounterMode
 
 import revode
-from revode.accounting import SavedTensors
+from revode.engine.accounting import SavedTensors
 from revode.networks.budget import Need, share, unit_need
 from revode.networks.cost import Bytes, PartCost
 from revode.networks.description import describe

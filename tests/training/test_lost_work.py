@@ -35,7 +35,7 @@ class TestDivergence:
         assert code == 2, err
 
     def test_an_evaluation_out_of_range_does_not_end_a_sound_training(self, tmp_path, capsys, monkeypatch):
-        from revode.grid import OutOfRange
+        from revode.engine.grid import OutOfRange
         from revode.training import loop
 
         calls, evaluate = [], loop.evaluate

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from revode.accounting import SavedTensors, graph_nodes
+from revode.engine.accounting import SavedTensors, graph_nodes
 
 
 class KeptTensors(SavedTensors):

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from revode.accounting import SavedTensors
 from revode.engine import ReversibleSequence
+from revode.engine.accounting import SavedTensors
 from revode.experiments.task import Measurement, Place, TaskFailed
 from revode.networks import StagedClassifier, create_model
 from revode.networks.stages import Stage

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from revode.engine.grid import DEFAULT_BITS
 from revode.experiments.task import Place, Task, TaskFailed
-from revode.grid import DEFAULT_BITS
 from revode.networks.config import ReversibleConfig
 from revode.networks.registry import model_config
 from revode.training.config import Config

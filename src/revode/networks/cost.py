@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
-from revode.accounting import SavedTensors
 from revode.engine import STRATEGIES, ReversibleSequence, states_kept
+from revode.engine.accounting import SavedTensors
 from revode.networks.stages import Stage
 from revode.networks.transitions import Features, join
 

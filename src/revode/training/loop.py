@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from revode.grid import OutOfRange
+from revode.engine.grid import OutOfRange
 from revode.training import state as states
 from revode.training.checkpoint import BEST, LAST, PREVIOUS, read_checkpoint, write_atomically, write_checkpoint
 from revode.training.config import Config

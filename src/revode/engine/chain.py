@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.utils import _pytree as pytree
 
-from revode.grid import Grid, with_strides
-from revode.products import KnownField
-from revode.replay import Autocast, version_of
+from revode.engine.grid import Grid, with_strides
+from revode.engine.replay import Autocast, version_of
 from revode.schemes import Rounding, Scheme
+from revode.vjp import KnownField
 
 Call = Callable[[int, nn.Module, Tensor, dict[str, Any]], Any]
 """How to evaluate the branch at an index: (index, branch, q, kwargs) -> u."""

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from revode.accounting import graph_bytes
-from revode.chain import Chain, tensor_leaves
-from revode.grid import Grid, gradient_in_strides, with_strides
-from revode.replay import Autocast, call_to_invert
+from revode.engine.accounting import graph_bytes
+from revode.engine.chain import Chain, tensor_leaves
+from revode.engine.grid import Grid, gradient_in_strides, with_strides
+from revode.engine.replay import Autocast, call_to_invert
+from revode.engine.segment import ReversibleSegment, StoredCall
+from revode.engine.tracing import allow_tracing
 from revode.schemes import OpenState, Scheme, State
-from revode.segments import ReversibleSegment, StoredCall
-from revode.tracing import allow_tracing
 
 STRATEGIES = ("reversible", "checkpoint", "store")
 ROUNDING_GROWTH = 64.0

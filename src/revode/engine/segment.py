@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
-from revode.accounting import graph_nodes
-from revode.chain import BranchError, Chain
-from revode.grid import with_strides
-from revode.products import KnownField
-from revode.replay import Autocast, Replay, version_of
+from revode.engine.accounting import graph_nodes
+from revode.engine.chain import BranchError, Chain
+from revode.engine.grid import with_strides
+from revode.engine.replay import Autocast, Replay, version_of
 from revode.schemes import State
+from revode.vjp import KnownField
 
 
 class ReversibleSegment:

@@ -20,8 +20,8 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
-from revode.randomness import Draw
-from revode.tracing import RefuseRandom, dynamo_is_about, eagerly, holds_compiled, refuse_random_nodes
+from revode.engine.randomness import Draw
+from revode.engine.tracing import RefuseRandom, dynamo_is_about, eagerly, holds_compiled, refuse_random_nodes
 
 _STATISTICS_ONLY = {_BatchNorm.forward, SyncBatchNorm.forward, _InstanceNorm.forward}
 """Forwards whose output in training mode does not depend on the buffers they update."""
