@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from revode.fields import AntisymmetricField as AntisymmetricField
     from revode.fields import OneLayerField as OneLayerField
     from revode.fields import SymmetricField as SymmetricField
-    from revode.networks.registry import create_model as create_model
-    from revode.networks.registry import list_models as list_models
-    from revode.networks.registry import register_model as register_model
-    from revode.networks.serialization import load as load
-    from revode.networks.serialization import save as save
+    from revode.networks.files import load as load
+    from revode.networks.files import save as save
+    from revode.networks.zoo import create_model as create_model
+    from revode.networks.zoo import list_models as list_models
+    from revode.networks.zoo import register_model as register_model
     from revode.operators import AntisymmetricConv as AntisymmetricConv
     from revode.operators import Conv as Conv
     from revode.operators import Dense as Dense
@@ -34,11 +34,11 @@ _HOMES = {
     "AntisymmetricField": "revode.fields",
     "OneLayerField": "revode.fields",
     "SymmetricField": "revode.fields",
-    "create_model": "revode.networks.registry",
-    "list_models": "revode.networks.registry",
-    "register_model": "revode.networks.registry",
-    "load": "revode.networks.serialization",
-    "save": "revode.networks.serialization",
+    "create_model": "revode.networks.zoo",
+    "list_models": "revode.networks.zoo",
+    "register_model": "revode.networks.zoo",
+    "load": "revode.networks.files",
+    "save": "revode.networks.files",
     "AntisymmetricConv": "revode.operators",
     "Conv": "revode.operators",
     "Dense": "revode.operators",

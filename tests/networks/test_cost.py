@@ -10,8 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import revode
 from revode.engine.accounting import SavedTensors
-from revode.networks.budget import Need, share, unit_need
-from revode.networks.cost import Bytes, PartCost
+from revode.networks.cost import Bytes, Need, PartCost, share, unit_need
 from revode.networks.description import describe
 
 BATCH = 3
@@ -121,7 +120,7 @@ def test_too_small_a_budget_says_what_is_needed_and_that_much_is_enough():
 
 def test_the_budget_goes_where_a_byte_spares_most():
     def unit(flops: int) -> PartCost:
-        return PartCost("unit", 3, (1,), 0, flops, {"reversible": Bytes()}, (Bytes(0, 10),) * 3, Bytes(0, 4))
+        return PartCost("unit", 3, (1,), 0, flops, {"reversible": Bytes(0, 4)}, (Bytes(0, 10),) * 3)
 
     parts = [unit(100), unit(300), unit(200)]
     assert unit_need(parts[0], 2) == Need(28, 68, 100 * 2 / 60)

@@ -7,8 +7,8 @@ import torch
 
 from revode import ReversibleSequence
 from revode.networks import OdeConfig
+from revode.networks.classifier import make_sequence
 from revode.networks.initialization import smooth_in_time_
-from revode.networks.stages import make_sequence
 from revode.networks.zoo import HORIZON
 
 NORM = {"hamiltonian": "none", "hamiltonian-1layer": "none", "midpoint": "batch", "leapfrog": "batch"}

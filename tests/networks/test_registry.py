@@ -7,7 +7,7 @@ import torch
 
 import revode
 from revode.networks import NetworkConfig, OdeConfig, model_config
-from revode.networks.registry import _RECIPES
+from revode.networks.zoo import _RECIPES
 
 FAMILIES = ["hamiltonian", "hamiltonian-1layer", "midpoint", "leapfrog", "revnet", "resnet"]
 

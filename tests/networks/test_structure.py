@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 import revode
-from revode.networks.baselines import PreActivation, ResidualBlock, StridedBlock
-from revode.networks.transitions import Connector, PoolPad, pad_channels, pool
+from revode.networks.blocks import (
+    Connector,
+    ConvStem,
+    NormHead,
+    PoolPad,
+    PreActivation,
+    ResidualBlock,
+    StridedBlock,
+    pad_channels,
+    pool,
+    squeeze,
+    unsqueeze,
+)
+from revode.networks.families import FAMILIES, register_family
 
 
 def widths(model):
@@ -122,3 +136,29 @@ def test_every_family_takes_every_transition(family, transition, activation):
 
 def test_half_precision_method_is_not_shadowed():
     assert next(revode.create_model("revnet-14").half().parameters()).dtype == torch.float16
+
+
+@pytest.mark.parametrize("ndim", [1, 2, 3])
+def test_blocks_work_in_every_dimension(ndim):
+    x = torch.randn(2, 4, *[6] * ndim)
+    halved = [3] * ndim
+    assert ConvStem(4, 8, ndim=ndim)(x).shape == (2, 8, *[6] * ndim)
+    assert PoolPad(8)(x).shape == Connector(4, 8, "batch", "relu", ndim=ndim)(x).shape == (2, 8, *halved)
+    assert ResidualBlock(4, 8, stride=2, ndim=ndim)(x).shape == (2, 8, *halved)
+    assert StridedBlock(4, 8, "batch", "relu", ndim=ndim)(x)[0].shape == (2, 4, *halved)
+    assert NormHead(4, 5, ndim=ndim)(x).shape == (2, 5)
+    squeezed = squeeze(x)
+    assert squeezed.shape == (2, 4 * 2**ndim, *halved)
+    assert torch.equal(unsqueeze(squeezed), x)
+    neighbours = x[:, 0, *[slice(0, 2)] * ndim].flatten(1)
+    assert torch.equal(squeezed[:, : 2**ndim, *[0] * ndim], neighbours)
+
+
+def test_a_new_family_is_one_row(monkeypatch):
+    row = dataclasses.replace(FAMILIES["leapfrog"], name="frog", norms=("tv",), defaults={"norm": "tv"})
+    monkeypatch.setitem(FAMILIES, row.name, row)
+    model = revode.create_model("frog-26", num_classes=3)
+    assert (model.config.norm, model.num_layers) == ("tv", 26)
+    assert model(torch.randn(2, 3, 8, 8)).shape == (2, 3)
+    with pytest.raises(ValueError, match="'frog' is registered already"):
+        register_family(row)

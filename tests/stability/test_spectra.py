@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from revode import AdditiveCoupling, AntisymmetricField, Leapfrog, MidPoint, SymmetricField, Verlet
-from revode.networks.baselines import PreActivation
+from revode.networks.blocks import PreActivation
 from revode.stability import Jacobian, right_hand_side, similar_matrix, spectrum, step_map
 from revode.stability.spectra import frozen
 

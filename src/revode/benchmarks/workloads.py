@@ -16,7 +16,7 @@ import revode
 from revode.benchmarks.methods import DEFAULT, PEERS, Wrap, unknown
 from revode.engine import ReversibleSequence
 from revode.fields import SymmetricField
-from revode.networks.stages import Stage
+from revode.networks.classifier import Stage
 from revode.schemes import AdditiveCoupling, Momentum, Scheme
 
 H = 0.1
@@ -155,7 +155,7 @@ def network(name: str) -> Subject:
         for module in model.stages:
             body = cast(Stage, module).body
             if isinstance(body, ReversibleSequence):
-                pair = cast(Stage, module).hands_on_pair
+                pair = cast(Stage, module).passes_pair
                 module.body = wrap(list(body.fields), body.scheme, body.split_dim, pair)
         return model
 

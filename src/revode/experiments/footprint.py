@@ -26,7 +26,7 @@ from revode.engine import ReversibleSequence
 from revode.engine.accounting import SavedTensors
 from revode.experiments.task import Measurement, Place, TaskFailed
 from revode.networks import StagedClassifier, create_model
-from revode.networks.stages import Stage
+from revode.networks.classifier import Stage
 
 SQRT = "checkpoint-sqrt"
 """√N segments of √N blocks, recomputed by torch's own checkpointing."""

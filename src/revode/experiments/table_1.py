@@ -9,7 +9,7 @@ from revode.experiments.accuracies import ABSENT, grouped, mean_and_deviation, o
 from revode.experiments.item import SMOKE, SMOKE_NOTE, Chart, Findings, Item, Outcome, Scope, Table
 from revode.experiments.task import Task
 from revode.experiments.training_run import TrainingRun
-from revode.networks.description import PAPER_PARAMETERS
+from revode.networks.zoo import PAPER_PARAMETERS
 
 DATASETS = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100"}
 FAMILIES = ("resnet-32", "revnet-38", "hamiltonian-74", "midpoint-26", "leapfrog-26")

@@ -8,7 +8,7 @@ from typing import Any
 from revode.engine.grid import DEFAULT_BITS
 from revode.experiments.task import Place, Task, TaskFailed
 from revode.networks.config import ReversibleConfig
-from revode.networks.registry import model_config
+from revode.networks.zoo import model_config
 from revode.training.config import Config
 from revode.training.recipes import configure
 

@@ -2,25 +2,64 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from revode.engine import ReversibleSequence
-from revode.networks.baselines import residual_unit
-from revode.networks.budget import share
+from revode.networks import blocks
+from revode.networks.blocks import Features, join
 from revode.networks.config import NetworkConfig, OdeConfig, ReversibleConfig
-from revode.networks.cost import Meter
-from revode.networks.head import LinearHead, NormHead
+from revode.networks.cost import measure_parts, share
 from revode.networks.initialization import smooth_in_time_
-from revode.networks.stages import NamedSequence, Stage, Unit, make_stage, transition_kind, unit_blocks
-from revode.networks.stem import ConvStem, PadStem
-from revode.networks.transitions import Features, Squeeze, join
-from revode.schemes import State
+from revode.schemes import Scheme, State
 
-LAYERS_PER_BLOCK = {"hamiltonian": 4, "revnet": 4, "hamiltonian-1layer": 2, "midpoint": 2, "leapfrog": 2, "resnet": 2}
-"""Convolutions of a block as the paper counts them (K and K' are two)."""
+
+class NamedSequence(NamedTuple):
+    """A reversible sequence of a network."""
+
+    name: str
+    sequence: ReversibleSequence
+    num_blocks: int
+
+
+class Unit(NamedTuple):
+    """The branches of one of the paper's units in order, ``fields_per_block`` to a block, and their step size."""
+
+    name: str
+    fields: tuple[nn.Module, ...]
+    fields_per_block: int
+    h: float
+
+
+class Stage(nn.Module):
+    """A sequence of blocks at one width and resolution, and the transition behind it.
+
+    Args:
+        body: the sequence; anything from tensor to tensor if it is not reversible, and may be absent.
+        transition: what follows it.
+        passes_pair: whether the transition gets the pair of the scheme, or its newest state.
+    """
+
+    def __init__(self, body: nn.Module | None, transition: nn.Module, *, passes_pair: bool = False) -> None:
+        super().__init__()
+        self.body = body
+        self.transition = transition
+        self.passes_pair = passes_pair
+
+    def run_body(self, x: Features) -> Features:
+        """What the transition gets."""
+        if self.body is None:
+            return x
+        if not isinstance(self.body, ReversibleSequence):
+            return self.body(x)
+        # The newest state itself, not the readout: that is a copy, and the unit has saved the state anyway.
+        state = self.body(x, return_state=True)[1]
+        return state if self.passes_pair else state[1]
+
+    def forward(self, x: Features) -> Features:
+        return self.transition(self.run_body(x))
 
 
 class StagedClassifier(nn.Module):
@@ -64,7 +103,7 @@ class StagedClassifier(nn.Module):
 
     def check_image(self, x: Tensor) -> None:
         """Refuse what is not a batch of images with the right channels, large enough for the units."""
-        smallest = 2 ** (self.config.num_units - 1)
+        smallest = self.config.reduction
         if x.dim() != 4 or x.shape[1] != self.config.in_channels or min(x.shape[2:]) < smallest:
             raise ValueError(
                 f"{self.config.name} takes images of shape (batch, {self.config.in_channels}, height, width) with edges "
@@ -81,14 +120,14 @@ class StagedClassifier(nn.Module):
                     "memory_budget is shared among the units by measuring them, which torch.compile cannot do: "
                     "call the uncompiled network once on images of this shape first"
                 )
-            self._shares[kind] = share(budget, Meter(self, tuple(x.shape[1:])).parts(), x.shape[0])
+            self._shares[kind] = share(budget, measure_parts(self, tuple(x.shape[1:])), x.shape[0])
         for (_, sequence, _), part in zip(self.sequences(), self._shares[kind], strict=True):
             sequence.memory_budget = part
 
     @property
     def num_layers(self) -> int:
         """Layers as the paper counts them: convolutions in the blocks, the stem and the linear map."""
-        return LAYERS_PER_BLOCK[self.config.family] * sum(self.config.blocks) + 2
+        return self.config.num_layers
 
     def sequences(self) -> list[NamedSequence]:
         """The reversible sequences in order, with a name and their depth in blocks; none for a ResNet."""
@@ -105,15 +144,14 @@ class StagedClassifier(nn.Module):
         sequences = [sequence for _, sequence, _ in self.sequences()]
         if not sequences:
             return []
-        fields = [field for sequence in sequences for field in sequence.fields]
+        fields = iter([field for sequence in sequences for field in sequence.fields])
         per_block = sequences[0].scheme.fields_per_step
         config = cast(ReversibleConfig, self.config)
-        units, start = [], 0
-        for index, num_blocks in enumerate(unit_blocks(config)):
-            stop = start + num_blocks * per_block
-            h = config.step_size(index) if isinstance(config, OdeConfig) else 1.0
-            units.append(Unit(f"unit {index + 1}", tuple(fields[start:stop]), per_block, h))
-            start = stop
+        counts = config.blocks if config.passage.keeps_units else config.stage_blocks
+        units = []
+        for index, num_blocks in enumerate(counts):
+            own = tuple(next(fields) for _ in range(num_blocks * per_block))
+            units.append(Unit(f"unit {index + 1}", own, per_block, config.step_size(index)))
         return units
 
     def extra_repr(self) -> str:
@@ -125,8 +163,8 @@ class InvertibleClassifier(StagedClassifier):
 
     def check_image(self, x: Tensor) -> None:
         super().check_image(x)
-        factor = 2 ** (self.config.num_units - 1)
-        if x.shape[2] % factor or x.shape[3] % factor:
+        factor = self.config.reduction
+        if any(edge % factor for edge in x.shape[2:]):
             raise ValueError(
                 f"transition='squeeze' halves images exactly: their edges must be multiples of {factor}, got {tuple(x.shape)}"
             )
@@ -147,22 +185,24 @@ class InvertibleClassifier(StagedClassifier):
         if features.dim() != 4 or features.shape[1] != channels:
             raise ValueError(f"inverse takes features of shape (batch, {channels}, …), got {tuple(features.shape)}")
         state = cast(State, features.chunk(2, dim=1))
-        for stage in reversed(self.stages[1:]):
-            state = cast(ReversibleSequence, stage.body).inverse(state, return_state=True)
-            state = _UNSQUEEZE.inverse(state)
-        first = cast(ReversibleSequence, cast(Stage, self.stages[0]).body)
-        return cast(PadStem, self.stem).inverse(first.inverse(state))
-
-
-_UNSQUEEZE = Squeeze()
+        first, *later = (sequence for _, sequence, _ in self.sequences())
+        for sequence in reversed(later):
+            state = sequence.inverse(state, return_state=True)
+            state = blocks.unsqueeze(state[0]), blocks.unsqueeze(state[1])
+        return cast(blocks.PadStem, self.stem).inverse(first.inverse(state))
 
 
 def build(config: NetworkConfig) -> StagedClassifier:
     """The network that `config` describes, with fresh weights."""
-    if not isinstance(config, ReversibleConfig):
-        return _build_resnet(config)
+    invertible = config.passage.carries_pair
     seed = int(torch.randint(2**62, ())) if isinstance(config, OdeConfig) and config.init == "smooth" else None
-    model = _build_reversible(config)
+    reversible = isinstance(config, ReversibleConfig)
+    stages = [] if reversible else _make_stages(config)  # seeds draw a ResNet's stem after its units, others' before
+    stem = (blocks.PadStem if invertible else blocks.ConvStem)(config.in_channels, config.channels[0])
+    stages = stages or _make_stages(config)
+    head = blocks.NormHead if config.passage.normed_head else blocks.LinearHead
+    kind = InvertibleClassifier if invertible else StagedClassifier
+    model = kind(config, stem, stages, head(config.channels[-1], config.num_classes))
     if seed is not None:
         generator = torch.Generator().manual_seed(seed)
         for _, sequence, _ in model.sequences():
@@ -170,27 +210,54 @@ def build(config: NetworkConfig) -> StagedClassifier:
     return model
 
 
-def _build_reversible(config: ReversibleConfig) -> StagedClassifier:
-    invertible = transition_kind(config) == "squeeze"
-    stem = (PadStem if invertible else ConvStem)(config.in_channels, config.channels[0])
-    stages = [make_stage(config, unit) for unit in range(config.num_units)]
-    head = LinearHead if transition_kind(config) == "connector" else NormHead
-    kind = InvertibleClassifier if invertible else StagedClassifier
-    return kind(config, stem, stages, head(config.channels[-1], config.num_classes))
+def _make_stages(config: NetworkConfig) -> list[Stage]:
+    return [_make_stage(config, unit) for unit in range(config.num_units)]
 
 
-def _build_resnet(config: NetworkConfig) -> StagedClassifier:
-    channels = (config.channels[0], *config.channels)
-    stages = []
-    for unit, num_blocks in enumerate(config.blocks):
-        body = residual_unit(
-            channels[unit],
-            channels[unit + 1],
-            num_blocks,
-            first=unit == 0,
-            norm=config.norm,
-            activation=config.activation,
-        )
-        stages.append(Stage(body, nn.Identity()))
-    stem = ConvStem(config.in_channels, config.channels[0])
-    return StagedClassifier(config, stem, stages, NormHead(config.channels[-1], config.num_classes))
+def _make_stage(config: NetworkConfig, unit: int) -> Stage:
+    """Blocks and transition of one unit."""
+    body = make_sequence(config, unit) if isinstance(config, ReversibleConfig) else _make_residual(config, unit)
+    last = unit == config.num_units - 1
+    following = config.channels[unit] if last else config.channels[unit + 1]
+    make_transition = config.passage.behind if last else config.passage.between
+    transition = make_transition(config.channels[unit], following, config.norm, config.activation)
+    pair = isinstance(config, ReversibleConfig) and (config.splits or config.passage.carries_pair)
+    return Stage(body, transition, passes_pair=pair)
+
+
+def _make_blocks(config: NetworkConfig, unit: int, **first_block: Any) -> list[nn.Module]:
+    """The branches that run at the width of this unit; `first_block` are options of the first block only."""
+    options = {"activation": config.activation, "norm": config.norm}
+    found = []
+    for index in range(config.stage_blocks[unit]):
+        extra = first_block if index == 0 else {}
+        found += config.row.block(config.channels[unit], unit == index == 0, **options, **extra)
+    return found
+
+
+def _make_residual(config: NetworkConfig, unit: int) -> nn.Sequential:
+    """The blocks of a network that is not reversible; the first of a later unit halves the resolution."""
+    before = config.channels[max(0, unit - 1)]
+    return nn.Sequential(*_make_blocks(config, unit, in_channels=before, stride=2 if unit else 1))
+
+
+def make_sequence(config: ReversibleConfig, unit: int) -> ReversibleSequence | None:
+    """The blocks at the width of this unit, or None if there are none."""
+    fields = _make_blocks(config, unit)
+    if not fields:
+        return None
+    return ReversibleSequence(
+        fields,
+        _make_scheme(config, unit),
+        backprop=config.backprop,
+        exact=config.exact,
+        anchor_every=config.anchor_every,
+    )
+
+
+def _make_scheme(config: ReversibleConfig, unit: int) -> Scheme:
+    """The integrator of the unit at this index."""
+    kind: Any = config.row.scheme
+    if isinstance(config, OdeConfig):
+        return kind(config.step_size(unit), start=config.start, damping=config.damping)
+    return kind(damping=config.damping)

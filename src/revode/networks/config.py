@@ -10,23 +10,13 @@ import dataclasses
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from revode.engine import STRATEGIES
 from revode.fields import ACTIVATIONS
-from revode.schemes import AdditiveCoupling, Leapfrog, MidPoint, Scheme, Verlet
+from revode.networks.families import FAMILIES, TRANSITIONS, Family, Transition
 
-NORMS = ("none", "batch", "tv")
 INITS = ("independent", "smooth")
-TRANSITIONS = ("pool_pad", "connector", "squeeze")
-SCHEMES_OF_FAMILIES: dict[str, type[Scheme]] = {
-    "hamiltonian": Verlet,
-    "hamiltonian-1layer": Verlet,
-    "midpoint": MidPoint,
-    "leapfrog": Leapfrog,
-    "revnet": AdditiveCoupling,
-}
-"""The integrator of every reversible family."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +36,6 @@ class NetworkConfig:
         backprop: ``"reversible"``, ``"checkpoint"`` or ``"store"``.
     """
 
-    families: ClassVar[tuple[str, ...]] = ()
-    norms: ClassVar[tuple[str, ...]] = NORMS
-    strategies: ClassVar[tuple[str, ...]] = STRATEGIES
-
     name: str
     family: str
     blocks: tuple[int, ...]
@@ -62,11 +48,11 @@ class NetworkConfig:
     backprop: str = "reversible"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "blocks", _integers("blocks", self.blocks))
-        object.__setattr__(self, "channels", _integers("channels", self.channels))
-        require_choice("family", self.family, self.families)
+        for name in ("blocks", "channels"):
+            object.__setattr__(self, name, _integers(name, getattr(self, name)))
+        require_choice("family", self.family, [name for name, row in FAMILIES.items() if isinstance(self, _kind(row))])
         require_choice("activation", self.activation, ACTIVATIONS)
-        require_choice("norm", self.norm, self.norms)
+        require_choice("norm", self.norm, self.row.norms, f" for {self.name}")
         require_choice("backprop", self.backprop, self.strategies, f" for {self.name}")
         for name in ("num_classes", "in_channels", "image_size"):
             require_positive_integer(name, getattr(self, name))
@@ -83,26 +69,51 @@ class NetworkConfig:
             raise ValueError(f"channels must not decrease from unit to unit, got {self.channels}")
 
     def _check_image(self) -> None:
-        smallest = 2 ** (len(self.blocks) - 1)
-        if self.image_size < smallest:
+        if self.image_size < self.reduction:
             raise ValueError(
-                f"image_size={self.image_size} is too small: {len(self.blocks)} units halve it {len(self.blocks) - 1} "
-                f"times, so it must be at least {smallest}"
+                f"image_size={self.image_size} is too small: {self.num_units} units halve it {self.num_units - 1} "
+                f"times, so it must be at least {self.reduction}"
             )
+
+    @property
+    def row(self) -> Family:
+        """All that its family decides."""
+        return FAMILIES[self.family]
+
+    @property
+    def passage(self) -> Transition:
+        """All that the transition between its units decides."""
+        return TRANSITIONS[self.row.transition]
+
+    @property
+    def strategies(self) -> tuple[str, ...]:
+        """The ways of computing gradients that the network offers."""
+        return ("store",) if self.row.scheme is None else STRATEGIES
 
     @property
     def num_units(self) -> int:
         """Units, each at its own width and resolution."""
         return len(self.blocks)
 
-    @classmethod
-    def option_names(cls) -> tuple[str, ...]:
-        """What `with_options` takes."""
-        return tuple(f.name for f in dataclasses.fields(cls) if f.name not in ("name", "family"))
+    @property
+    def num_layers(self) -> int:
+        """Layers as the paper counts them: convolutions in the blocks, the stem and the linear map."""
+        return self.row.layers_per_block * sum(self.blocks) + 2
+
+    @property
+    def reduction(self) -> int:
+        """How many times smaller than the image the last features are, in each dimension."""
+        return 2 ** (self.num_units - 1)
+
+    @property
+    def stage_blocks(self) -> tuple[int, ...]:
+        """Blocks that run at the width of each unit."""
+        last = self.num_units - 1
+        return tuple(n + self.passage.extra_blocks(unit, last) for unit, n in enumerate(self.blocks))
 
     def with_options(self, **options: Any) -> Self:
         """This config with some options replaced; an unknown one is refused with the valid ones."""
-        names = self.option_names()
+        names = [field.name for field in dataclasses.fields(self) if field.name not in ("name", "family")]
         for option in options:
             if option not in names:
                 near = difflib.get_close_matches(option, names, 1)
@@ -123,25 +134,24 @@ class NetworkConfig:
         """The config that `to_dict` gave, of the class that its family asks for."""
         if not isinstance(values, Mapping):
             raise ValueError(f"not a network's config: {values!r}")
-        kinds = (OdeConfig, RevNetConfig, ResNetConfig)
-        kind = next((kind for kind in kinds if values.get("family") in kind.families), None)
-        if kind is None:
-            known = [family for kind in kinds for family in kind.families]
-            raise ValueError(f"family must be one of {', '.join(known)}, got {values.get('family')!r}")
-        names = {f.name for f in dataclasses.fields(kind)}
+        if values.get("family") not in FAMILIES:
+            raise ValueError(f"family must be one of {', '.join(FAMILIES)}, got {values.get('family')!r}")
+        kind = _kind(FAMILIES[values["family"]])
+        names = {field.name for field in dataclasses.fields(kind)}
         odd = sorted(({"name", "blocks", "channels"} - set(values)) | (set(values) - names))
         if odd:
             raise ValueError(f"not a {kind.__name__}: entries {', '.join(map(repr, odd))} are missing or unknown")
         return kind(**values)
 
+    @staticmethod
+    def of_family(row: Family, **values: Any) -> NetworkConfig:
+        """A config with the defaults of a family."""
+        return _kind(row)(family=row.name, **row.defaults | values)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ResNetConfig(NetworkConfig):
     """A pre-activation ResNet (He et al. 2016): not reversible, so its activations are stored."""
-
-    families = ("resnet",)
-    norms = ("batch", "tv")
-    strategies = ("store",)
 
     backprop: str = "store"
 
@@ -175,7 +185,12 @@ class ReversibleConfig(NetworkConfig):
     @property
     def splits(self) -> bool:
         """Whether the pair is the two halves of the channels."""
-        return SCHEMES_OF_FAMILIES[self.family].splits
+        assert self.row.scheme is not None
+        return self.row.scheme.splits
+
+    def step_size(self, unit: int) -> float:
+        """h of the unit at this index; 1 where the scheme has none."""
+        return 1.0
 
     def _check_channels(self) -> None:
         super()._check_channels()
@@ -186,9 +201,6 @@ class ReversibleConfig(NetworkConfig):
 @dataclass(frozen=True, kw_only=True)
 class RevNetConfig(ReversibleConfig):
     """A RevNet (Gomez et al. 2017): additive coupling of pre-activation branches."""
-
-    families = ("revnet",)
-    norms = ("batch", "tv")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,8 +215,6 @@ class OdeConfig(ReversibleConfig):
         transition: ``"pool_pad"``, ``"connector"`` or ``"squeeze"``.
     """
 
-    families = ("hamiltonian", "hamiltonian-1layer", "midpoint", "leapfrog")
-
     h: float | None = None
     horizon: float | None = None
     init: str = "independent"
@@ -213,30 +223,32 @@ class OdeConfig(ReversibleConfig):
 
     def __post_init__(self) -> None:
         require_choice("init", self.init, INITS)
-        require_choice("transition", self.transition, TRANSITIONS)
+        require_choice("transition", self.transition, ("pool_pad", "connector", "squeeze"))
         if (self.h is None) == (self.horizon is None):
             raise ValueError(
                 f"give either h (the step size) or horizon (h = horizon / blocks), got h={self.h}, horizon={self.horizon}"
             )
-        _require_positive("h", self.h)
-        _require_positive("horizon", self.horizon)
+        for name in ("h", "horizon"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, int | float) and 0.0 < value < float("inf")):
+                raise ValueError(f"{name} must be a positive number, got {value!r}")
         super().__post_init__()
         if self.transition == "connector" and min(self.blocks) < 2:
             raise ValueError(
                 "transition='connector' makes the last block of a unit its connector: "
                 f"every unit must have at least 2 blocks, got {self.blocks}"
             )
-        if self.family == "hamiltonian-1layer" and self.norm != "none":
-            raise ValueError(
-                f"{self.name} shares one bias between its two layers: norm must be 'none', got {self.norm!r}"
-            )
+
+    @property
+    def passage(self) -> Transition:
+        return TRANSITIONS[self.transition]
 
     def _check_channels(self) -> None:
         super()._check_channels()
-        if self.transition != "squeeze":
+        if not self.passage.carries_pair:
             return
-        if self.channels != squeezed_channels(self.channels[0], self.num_units):
-            valid = squeezed_channels(self.channels[0], self.num_units)
+        valid = squeezed_channels(self.channels[0], self.num_units)
+        if self.channels != valid:
             raise ValueError(f"transition='squeeze' makes channels four times as many: {valid}, got {self.channels}")
         if self.channels[0] < self.in_channels:
             raise ValueError(
@@ -251,10 +263,9 @@ class OdeConfig(ReversibleConfig):
 
     def _check_image(self) -> None:
         super()._check_image()
-        factor = 2 ** (self.num_units - 1)
-        if self.transition == "squeeze" and self.image_size % factor:
+        if self.passage.carries_pair and self.image_size % self.reduction:
             raise ValueError(
-                f"transition='squeeze' halves the image exactly: image_size must be a multiple of {factor}, "
+                f"transition='squeeze' halves the image exactly: image_size must be a multiple of {self.reduction}, "
                 f"got {self.image_size}"
             )
 
@@ -276,6 +287,13 @@ class OdeConfig(ReversibleConfig):
             first = max(self.channels[-1] // 4 ** (num_units - 1), in_channels)
             options = options | {"channels": squeezed_channels(first + first % 2, num_units)}
         return options
+
+
+def _kind(row: Family) -> type[NetworkConfig]:
+    """The config that networks of a family have."""
+    if row.scheme is None:
+        return ResNetConfig
+    return OdeConfig if row.integrates else RevNetConfig
 
 
 def squeezed_channels(first: int, num_units: int) -> tuple[int, ...]:
@@ -301,8 +319,3 @@ def _integers(name: str, values: Any) -> tuple[int, ...]:
     if not found or any(not isinstance(v, int) or isinstance(v, bool) or v < 1 for v in found):
         raise ValueError(f"{name} must be positive integers, got {values!r}")
     return found
-
-
-def _require_positive(name: str, value: Any) -> None:
-    if value is not None and not (isinstance(value, int | float) and 0.0 < value < float("inf")):
-        raise ValueError(f"{name} must be a positive number, got {value!r}")

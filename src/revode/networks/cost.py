@@ -1,28 +1,28 @@
-"""What a network costs before it is run: FLOPs, and bytes kept for backward under each strategy.
+"""What a network costs before it is trained, part by part: FLOPs, and bytes kept for backward under each strategy.
 
-Every kind of branch, transition, stem and head is run once on two and on three images; bytes are affine in the batch, so
-that says what any batch keeps. What a sequence keeps follows from the engine's rules:
+A forward pass on two and one on three images is counted under every strategy; bytes are affine in the batch, so that says
+what any batch keeps. A tensor that several parts keep counts for the first of them.
 
-    store       the graph of every branch
-    checkpoint  the input of every branch
-    reversible  the final pair (one for each anchored segment)
+One memory budget for a whole network is shared among its units: stem, transitions and head keep what they must, each unit at
+least its final pair and the graph of one branch. The rest goes where it spares most recomputation: to the units whose branches
+cost most FLOPs for a byte kept, which are the later ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
-from revode.engine import STRATEGIES, ReversibleSequence, states_kept
+from revode.engine import ReversibleSequence
 from revode.engine.accounting import SavedTensors
-from revode.networks.stages import Stage
-from revode.networks.transitions import Features, join
+from revode.networks.blocks import Features, join
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,6 @@ class Bytes:
     fixed: int = 0
     per_image: int = 0
 
-    def __add__(self, other: Bytes) -> Bytes:
-        return Bytes(self.fixed + other.fixed, self.per_image + other.per_image)
-
-    def __mul__(self, times: int) -> Bytes:
-        return Bytes(self.fixed * times, self.per_image * times)
-
     def of(self, batch: int) -> int:
         """The bytes for so many images."""
         return self.fixed + batch * self.per_image
@@ -45,10 +39,7 @@ class Bytes:
 
 @dataclass(frozen=True)
 class PartCost:
-    """One row of a network's bill.
-
-    ``branches`` are the graphs of the single branches, and ``pair`` the final pair, of a reversible sequence.
-    """
+    """One row of a network's bill; ``branches`` are the graphs of the single branches of a reversible unit."""
 
     name: str
     num_blocks: int
@@ -57,141 +48,99 @@ class PartCost:
     flops: int
     saved: dict[str, Bytes]
     branches: tuple[Bytes, ...] = ()
-    pair: Bytes = Bytes()
 
 
 _BATCHES = (2, 3)
 
 
-class Meter:
-    """Walks a network part by part with zeros for images.
+class _Part(NamedTuple):
+    """A part of one pass: the module, its output's shape, bytes saved by it and by each of its branches, FLOPs."""
+
+    name: str
+    module: nn.Module
+    shape: tuple[int, ...]
+    num_bytes: int
+    branch_bytes: list[int]
+    flops: int
+
+
+def measure_parts(model: Any, image_shape: tuple[int, ...]) -> list[PartCost]:
+    """Stem, units with the transitions between them, head.
 
     Args:
         model: a `StagedClassifier`; its mode, dtype and device are those that are measured.
-        image_shape: channels, height and width.
+        image_shape: channels and edges.
     """
+    walks = {
+        strategy: [list(_walk(model, strategy, batch, image_shape)) for batch in _BATCHES]
+        for strategy in model.config.strategies
+    }
+    found, seen = [], set()
+    for index, part in enumerate(walks["store"][0]):
+        new = {id(parameter): parameter.numel() for parameter in part.module.parameters() if id(parameter) not in seen}
+        seen.update(new)
+        saved = {name: _affine(*(walk[index].num_bytes for walk in pair)) for name, pair in walks.items()}
+        branches = map(_affine, *(walk[index].branch_bytes for walk in walks["store"]))
+        found.append(
+            PartCost(
+                part.name, _num_blocks(part.module), part.shape, sum(new.values()), part.flops, saved, tuple(branches)
+            )
+        )
+    return found
 
-    def __init__(self, model: nn.Module, image_shape: tuple[int, ...]) -> None:
-        self.model: Any = model
-        self.image_shape = image_shape
-        self.seen: set[int] = set()
-        self.memo: dict[Any, tuple[Bytes, bool, int]] = {}
 
-    def parts(self) -> list[PartCost]:
-        """Stem, units with the transitions between them, head."""
-        parameter = next(self.model.parameters())
-        images = [torch.zeros(n, *self.image_shape, dtype=parameter.dtype, device=parameter.device) for n in _BATCHES]
-        y, stem = self._plain("stem", self.model.stem, images)
-        found = [stem]
-        last = len(self.model.stages)
-        kept = getattr(self.model.stem, "keeps_output", False)
-        in_head: dict[str, int] = {}
-        for number, stage in enumerate(self.model.stages, start=1):
-            y, parts, in_head = self._stage(number, last, stage, y, kept)
-            kept = False
-            found.extend(parts)
-        _, head = self._plain("head", self.model.head, [self.model.readout(x) for x in y], in_head)
-        return [*found, head]
+def _walk(model: Any, strategy: str, batch: int, image_shape: tuple[int, ...]) -> Iterator[_Part]:
+    """One forward pass under a strategy, on zeros; a tensor that is saved twice is counted where it is saved first."""
+    parameter = next(model.parameters())
+    y: Any = torch.zeros(batch, *image_shape, dtype=parameter.dtype, device=parameter.device)
+    with torch.enable_grad(), SavedTensors(model.parameters()) as saved:
+        for name, module, call in _parts(model, strategy):
+            before, marks = saved.num_bytes, [saved.num_bytes]
+            fields = module.fields if isinstance(module, ReversibleSequence) else []
+            hooks = [field.register_forward_hook(lambda *_, m=marks: m.append(saved.num_bytes)) for field in fields]
+            with FlopCounterMode(display=False) as counter:
+                y = _call(call, y)
+            for hook in hooks:
+                hook.remove()
+            newest = isinstance(module, ReversibleSequence) and not module.scheme.splits and not isinstance(y, Tensor)
+            shape = tuple((y[1] if newest else join(y)).shape[1:])
+            branches = [last - first for first, last in itertools.pairwise(marks)]
+            yield _Part(name, module, shape, saved.num_bytes - before, branches, counter.get_total_flops() // batch)
 
-    def _stage(
-        self, number: int, last: int, stage: Stage, x: list[Any], input_kept: bool
-    ) -> tuple[list[Any], list[PartCost], dict[str, int]]:
-        """Blocks and transition; `input_kept` says whether what comes in is counted already, the last value what goes out."""
-        found = []
+
+def _parts(model: Any, strategy: str) -> Iterator[tuple[str, nn.Module, nn.Module]]:
+    """Name, module, and the module as `strategy` runs it."""
+    from revode.networks.classifier import Stage
+
+    yield "stem", model.stem, model.stem
+    for number, stage in enumerate(model.stages, start=1):
         body = stage.body
-        kept: dict[str, int] = {}
         if isinstance(body, ReversibleSequence):
-            x, unit, kept = self._sequence(f"unit {number}", body, x, stage.hands_on_pair)
-            found.append(unit)
-        elif isinstance(body, nn.Sequential):
-            x, unit = self._residual(f"unit {number}", body, x, input_kept)
-            found.append(unit)
+            twin = ReversibleSequence(
+                list(body.fields),
+                body.scheme,
+                backprop=strategy,
+                exact=body.grid.bits if body.grid is not None else False,
+                anchor_every=body.anchor_every,
+            )
+            yield f"unit {number}", body, Stage(twin, nn.Identity(), passes_pair=stage.passes_pair)
+        elif body is not None:
+            yield f"unit {number}", body, body
         if not isinstance(stage.transition, nn.Identity):
-            name = f"to unit {number + 1}" if number < last else "connector"
-            x, transition = self._plain(name, stage.transition, x, kept)
-            return x, [*found, transition], {}
-        return x, found, {} if stage.hands_on_pair else kept
-
-    def _sequence(
-        self, name: str, body: ReversibleSequence, x: list[Any], hands_on_pair: bool
-    ) -> tuple[list[Any], PartCost, dict[str, int]]:
-        """A reversible unit; also how many members of the pair it hands on are kept already, by strategy."""
-        states = [_zeros_like_state(value, body.scheme.splits) for value in x]
-        costs = [self._branch(field, states) for field in body.fields]
-        branches = tuple(cost for cost, _, _ in costs)
-        state = Bytes(0, _bytes(states[0]) // _BATCHES[0])
-        segment = _segment_length(body)
-        saved = {
-            "reversible": state * states_kept(len(body.fields), segment),
-            "checkpoint": state * len(body.fields),
-            "store": sum(branches, Bytes()),
-        }
-        kept = {"reversible": 2, "checkpoint": 1, "store": int(costs[-1][1])} if hands_on_pair else {"reversible": 1}
-        if segment == 1:
-            kept["reversible"] = kept["checkpoint"] if hands_on_pair else 0
-        output = [(q, q.clone()) if hands_on_pair else q for q in states]
-        shape = tuple(join(output[0]).shape[1:]) if body.scheme.splits else tuple(states[0].shape[1:])
-        flops = sum(flops for _, _, flops in costs)
-        num_blocks = len(body.fields) // body.scheme.fields_per_step
-        part = PartCost(name, num_blocks, shape, self._count(body), flops, saved, branches, state * 2)
-        return output, part, kept
-
-    def _residual(self, name: str, body: nn.Sequential, x: list[Any], input_kept: bool) -> tuple[list[Any], PartCost]:
-        """A unit of a ResNet: stored whatever the strategy."""
-        saved, flops = Bytes(0, -_bytes(x[0]) // _BATCHES[0] if input_kept else 0), 0
-        for block in body:
-            cost, _, block_flops = self._branch(block, x)
-            saved, flops = saved + cost, flops + block_flops
-            if block is body[0]:
-                x = [_detach(_call(block, value)) for value in x]
-        strategies: dict[str, Bytes] = {}
-        strategies.update(dict.fromkeys(STRATEGIES, saved))
-        return x, PartCost(name, len(body), tuple(x[0].shape[1:]), self._count(body), flops, strategies)
-
-    def _branch(self, field: nn.Module, states: list[Tensor]) -> tuple[Bytes, bool, int]:
-        """Bytes of the graph of one branch, whether its input is among them, and FLOPs; once for each kind."""
-        shapes = tuple((name, parameter.shape) for name, parameter in field.named_parameters())
-        key = (type(field), shapes, getattr(field, "transposed", None), states[0].shape)
-        if key not in self.memo:
-            everything, flops, _ = _measure(field, states)
-            without, _, _ = _measure(field, states, 1)
-            self.memo[key] = everything, everything != without, flops
-        return self.memo[key]
-
-    def _plain(
-        self, name: str, module: nn.Module, x: list[Any], kept: dict[str, int] | None = None
-    ) -> tuple[list[Any], PartCost]:
-        """Stem, transition or head, in addition to the members of its input that are kept anyway."""
-        saved = {strategy: _measure(module, x, (kept or {}).get(strategy, 0))[0] for strategy in STRATEGIES}
-        _, flops, output = _measure(module, x)
-        shape = tuple(join(output[0]).shape[1:])
-        return output, PartCost(name, 0, shape, self._count(module), flops, saved)
-
-    def _count(self, module: nn.Module) -> int:
-        """Parameters, each counted where it is met first."""
-        new = [parameter for parameter in module.parameters() if id(parameter) not in self.seen]
-        self.seen.update(map(id, new))
-        return sum(parameter.numel() for parameter in new)
+            name = f"to unit {number + 1}" if number < len(model.stages) else "connector"
+            yield name, stage.transition, stage.transition
+    yield "head", model.head, _Head(model)
 
 
-def _measure(module: nn.Module, inputs: list[Any], num_kept: int = 0) -> tuple[Bytes, int, list[Any]]:
-    """Bytes that `module` keeps besides the first `num_kept` members of its input, FLOPs for one image, outputs."""
-    counts, outputs, flops = [], [], 0
-    for value in inputs:
-        value = _require_grad(value)
-        exclude: Iterable[Tensor] = [*module.parameters(), *_members(value)[:num_kept]]
-        with torch.enable_grad(), FlopCounterMode(display=False) as counter, SavedTensors(exclude) as saved:
-            output = _call(module, value)
-        counts.append(saved.num_bytes)
-        outputs.append(_detach(output))
-        flops = counter.get_total_flops() // len(_members(value)[0])
-    per_image = (counts[1] - counts[0]) // (_BATCHES[1] - _BATCHES[0])
-    return Bytes(counts[0] - _BATCHES[0] * per_image, per_image), flops, outputs
+class _Head(nn.Module):
+    """The head with what it sees of the last features."""
 
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.head, self.readout = model.head, model.readout
 
-def _segment_length(body: ReversibleSequence) -> int:
-    """Branches between two pairs that the reversible strategy keeps."""
-    return body.segment_length() if body.backprop == "reversible" else len(body.fields)
+    def forward(self, x: Features) -> Tensor:
+        return self.head(self.readout(x))
 
 
 def _call(module: nn.Module, x: Features) -> Features:
@@ -199,27 +148,47 @@ def _call(module: nn.Module, x: Features) -> Features:
     return functional_call(module, {name: buffer.clone() for name, buffer in module.named_buffers()}, (x,))
 
 
-def _zeros_like_state(x: Features, splits: bool) -> Tensor:
-    """A state of the sequence that `x` enters."""
-    first = _members(x)[0]
-    if splits and isinstance(x, Tensor):
-        first = first[:, : first.shape[1] // 2]
-    return torch.zeros_like(first)
+def _affine(two: int, three: int) -> Bytes:
+    """The bytes of any batch from those of two and of three images."""
+    return Bytes(3 * two - 2 * three, three - two)
 
 
-def _members(x: Features) -> tuple[Tensor, ...]:
-    return (x,) if isinstance(x, Tensor) else tuple(x)
+def _num_blocks(module: nn.Module) -> int:
+    if isinstance(module, ReversibleSequence):
+        return len(module.fields) // module.scheme.fields_per_step
+    return len(module) if isinstance(module, nn.Sequential) else 0
 
 
-def _detach(x: Features) -> Features:
-    return x.detach() if isinstance(x, Tensor) else (x[0].detach(), x[1].detach())
+@dataclass(frozen=True)
+class Need:
+    """What a unit can use: at least `minimum` bytes, at most `full`; `worth` is the FLOPs spared by a byte."""
+
+    minimum: int
+    full: int
+    worth: float
 
 
-def _require_grad(x: Features) -> Features:
-    if isinstance(x, Tensor):
-        return x.detach().requires_grad_()
-    return x[0].detach().requires_grad_(), x[1].detach().requires_grad_()
+def unit_need(part: PartCost, batch: int) -> Need:
+    """The need of a reversible unit for a batch of this size: its pairs, and one or all graphs of its branches."""
+    graphs = [branch.of(batch) for branch in part.branches]
+    pairs = part.saved["reversible"].of(batch)
+    return Need(pairs + max(graphs), pairs + sum(graphs), part.flops * batch / max(1, sum(graphs)))
 
 
-def _bytes(x: Tensor) -> int:
-    return x.numel() * x.element_size()
+def share(budget: int, parts: list[PartCost], batch: int) -> list[int]:
+    """The bytes for each reversible unit among `parts`, in order; with everything else they stay within `budget`."""
+    needs = [unit_need(part, batch) for part in parts if part.branches]
+    elsewhere = sum(part.saved["reversible"].of(batch) for part in parts if not part.branches)
+    minimum = elsewhere + sum(need.minimum for need in needs)
+    if budget < minimum:
+        raise ValueError(
+            f"memory_budget={budget} is too small for a batch of {batch}: stem, transitions, head and the smallest "
+            f"possible units (a pair and one branch each) need {minimum} bytes"
+        )
+    shares = [need.minimum for need in needs]
+    left = budget - minimum
+    for index in sorted(range(len(needs)), key=lambda index: -needs[index].worth):
+        extra = min(left, needs[index].full - needs[index].minimum)
+        shares[index] += extra
+        left -= extra
+    return shares

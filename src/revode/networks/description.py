@@ -1,4 +1,4 @@
-"""Networks in words and numbers: the list of all, and the bill of one."""
+"""Networks in numbers: the list of all, and the bill of one."""
 
 from __future__ import annotations
 
@@ -10,27 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from revode.engine import STRATEGIES
-from revode.networks.classifier import LAYERS_PER_BLOCK, StagedClassifier, build
+from revode.networks.classifier import StagedClassifier, build
 from revode.networks.config import NetworkConfig, OdeConfig
-from revode.networks.cost import Meter, PartCost
-from revode.networks.registry import list_models, model_config
-
-PAPER_PARAMETERS: dict[str, tuple[float, float | None]] = {
-    "resnet-32": (0.46, 0.47),
-    "revnet-38": (0.46, 0.48),
-    "hamiltonian-74": (0.43, 0.44),
-    "midpoint-26": (0.50, 0.51),
-    "leapfrog-26": (0.50, 0.51),
-    "resnet-110": (1.73, 1.73),
-    "revnet-110": (1.73, 1.74),
-    "hamiltonian-218": (1.68, 1.69),
-    "midpoint-62": (1.78, 1.79),
-    "leapfrog-62": (1.78, 1.79),
-    "resnet-1202": (19.4, None),
-    "hamiltonian-1202": (9.70, None),
-}
-"""Millions of parameters as the paper prints them, for CIFAR-10 and CIFAR-100."""
+from revode.networks.cost import PartCost, measure_parts
+from revode.networks.zoo import PAPER_PARAMETERS, list_models, model_config
 
 
 @functools.cache
@@ -50,7 +33,7 @@ def summarize(name: str) -> dict[str, Any]:
     return {
         "name": name,
         "family": config.family,
-        "layers": LAYERS_PER_BLOCK[config.family] * sum(config.blocks) + 2,
+        "layers": config.num_layers,
         "units": list(config.blocks),
         "channels": list(config.channels),
         "params_cifar10": num_parameters,
@@ -73,10 +56,13 @@ class Description:
     """
 
     config: NetworkConfig
-    num_layers: int
     image_shape: tuple[int, ...]
     batch_size: int
     parts: tuple[PartCost, ...]
+
+    @property
+    def num_layers(self) -> int:
+        return self.config.num_layers
 
     @property
     def num_parameters(self) -> int:
@@ -86,11 +72,6 @@ class Description:
     def flops(self) -> int:
         """Floating-point operations of one forward pass of one image; a multiply-add counts as two."""
         return sum(part.flops for part in self.parts)
-
-    @property
-    def strategies(self) -> tuple[str, ...]:
-        """The ways of computing gradients that the network offers."""
-        return tuple(strategy for strategy in STRATEGIES if strategy in self.config.strategies)
 
     def bytes_kept(self, strategy: str) -> int:
         """Bytes of activations kept for backward."""
@@ -107,18 +88,18 @@ class Description:
             "batch_size": self.batch_size,
             "params": self.num_parameters,
             "flops_per_image": self.flops,
-            "activation_bytes": {strategy: self.bytes_kept(strategy) for strategy in self.strategies},
-            "stages": [self._part_to_dict(part) for part in self.parts],
-        }
-
-    def _part_to_dict(self, part: PartCost) -> dict[str, Any]:
-        return {
-            "name": part.name,
-            "blocks": part.num_blocks,
-            "shape": list(part.shape),
-            "params": part.num_parameters,
-            "flops_per_image": part.flops,
-            "activation_bytes": {strategy: part.saved[strategy].of(self.batch_size) for strategy in self.strategies},
+            "activation_bytes": {strategy: self.bytes_kept(strategy) for strategy in self.config.strategies},
+            "stages": [
+                {
+                    "name": part.name,
+                    "blocks": part.num_blocks,
+                    "shape": list(part.shape),
+                    "params": part.num_parameters,
+                    "flops_per_image": part.flops,
+                    "activation_bytes": {name: kept.of(self.batch_size) for name, kept in part.saved.items()},
+                }
+                for part in self.parts
+            ],
         }
 
 
@@ -140,7 +121,5 @@ def describe(model: nn.Module | str, *, image_size: int | None = None, batch_siz
     size = model.config.image_size if image_size is None else image_size
     shape = (model.config.in_channels, size, size)
     model.check_image(torch.empty(1, *shape, device="meta"))
-    parts = tuple(Meter(model, shape).parts())
-    return Description(
-        config=model.config, num_layers=model.num_layers, image_shape=shape, batch_size=batch_size, parts=parts
-    )
+    parts = tuple(measure_parts(model, shape))
+    return Description(config=model.config, image_shape=shape, batch_size=batch_size, parts=parts)

@@ -1,11 +1,18 @@
-"""The named networks: the paper's tables, its subsampling study, and a small one for the embedded digits."""
+"""Networks by name: the paper's tables, its subsampling study, a small one for the embedded digits, and any depth."""
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
+import re
+from collections.abc import Callable
 from typing import Any
 
-from revode.networks.config import NetworkConfig, OdeConfig, ResNetConfig, RevNetConfig
-from revode.networks.registry import STL_SIZE, register_family, register_model
+from revode.networks.classifier import StagedClassifier, build
+from revode.networks.config import NetworkConfig
+from revode.networks.families import FAMILIES, Family
+
+Recipe = Callable[[], NetworkConfig]
 
 H = 0.1
 """The step size of the authors' bias-only code; h = 1 would grow the signal 4e4 times over 18 blocks."""
@@ -15,211 +22,146 @@ built here (measured: MidPoint 2.9 at 36 blocks, 3.7 at 50)."""
 HORIZON = 1.0
 """T of longer units: with kernels smooth in time it moves the signal by 0.4 to 1.3 of its norm and keeps it within a
 factor 1.8, for any number of blocks."""
+LARGE_SUFFIX, LARGE_SIZE = "-stl", 96
+"""Behind a name: the same network for the images of STL-10."""
+
+_RECIPES: dict[str, Recipe] = {}
+
+PAPER_PARAMETERS: dict[str, tuple[float, float | None]] = {
+    "resnet-32": (0.46, 0.47),
+    "revnet-38": (0.46, 0.48),
+    "hamiltonian-74": (0.43, 0.44),
+    "midpoint-26": (0.50, 0.51),
+    "leapfrog-26": (0.50, 0.51),
+    "resnet-110": (1.73, 1.73),
+    "revnet-110": (1.73, 1.74),
+    "hamiltonian-218": (1.68, 1.69),
+    "midpoint-62": (1.78, 1.79),
+    "leapfrog-62": (1.78, 1.79),
+    "resnet-1202": (19.4, None),
+    "hamiltonian-1202": (9.70, None),
+}
+"""The rows of the paper's table: millions of parameters as it prints them, for CIFAR-10 and CIFAR-100."""
+
+_SUBSET: dict[str, Any] = {"blocks": (4, 4, 4, 4), "channels": (16, 64, 128, 256)}
+"""The layout of the subsampling study."""
+
+_NAMED: dict[str, dict[str, Any]] = {
+    **{name: {} for name in PAPER_PARAMETERS},
+    "hamiltonian-1202": {"norm": "batch", "h": H, "init": "independent"},  # as the paper ran it
+    "midpoint-62": {"channels": (32, 64, 128)},
+    "leapfrog-62": {"channels": (32, 64, 128)},
+    "hamiltonian-1layer-74": {},
+    "hamiltonian-subset": {"family": "hamiltonian", **_SUBSET},
+    "midpoint-subset": {"family": "midpoint", **_SUBSET},
+    "leapfrog-subset": {"family": "leapfrog", **_SUBSET},
+    "resnet-subset": {"family": "resnet", **_SUBSET},
+    "hamiltonian-stl": {"family": "hamiltonian", "blocks": (6, 6, 6), "image_size": LARGE_SIZE},
+    "midpoint-stl": {"family": "midpoint", "blocks": (4, 4, 4), "image_size": LARGE_SIZE},
+    "leapfrog-stl": {"family": "leapfrog", "blocks": (4, 4, 4), "image_size": LARGE_SIZE},
+    "hamiltonian-subset-stl": {"family": "hamiltonian", **_SUBSET, "image_size": LARGE_SIZE},
+    "resnet-subset-stl": {"family": "resnet", **_SUBSET, "image_size": LARGE_SIZE},
+    "hamiltonian-digits": {
+        "family": "hamiltonian", "blocks": (4, 4), "channels": (32, 64), "in_channels": 1, "image_size": 8,
+    },
+}  # fmt: skip
+"""Every named network: what differs from the network of its family and depth, or its family and layout."""
 
 
-def _time(blocks: tuple[int, ...]) -> dict[str, Any]:
-    """The paper's h and independent kernels; for units longer than it tried them on, a fixed horizon and smooth kernels."""
-    if max(blocks) <= LONGEST_UNIT:
-        return {"h": H}
-    return {"horizon": HORIZON, "init": "smooth"}
+def register_model(name: str) -> Callable[[Recipe], Recipe]:
+    """Decorate a function without arguments that returns the config of the network `name`."""
+
+    def register(recipe: Recipe) -> Recipe:
+        if name in _RECIPES:
+            raise ValueError(f"a network named {name!r} is registered already: choose another name")
+        _RECIPES[name] = recipe
+        return recipe
+
+    return register
 
 
-def hamiltonian(name: str, blocks: tuple[int, ...], channels: tuple[int, ...]) -> OdeConfig:
-    """Rule H of the paper's counts: biases, pool and pad."""
-    return OdeConfig(name=name, family="hamiltonian", blocks=blocks, channels=channels, norm="none", **_time(blocks))
+def list_models() -> list[str]:
+    """The names of all registered networks; ``<family>-<layers>`` of other valid depths work besides."""
+    return sorted(_RECIPES, key=_natural)
 
 
-def hamiltonian_1layer(name: str, blocks: tuple[int, ...], channels: tuple[int, ...]) -> OdeConfig:
-    """Haber & Ruthotto's block, one kernel shared by its two layers."""
-    time = _time(blocks)
-    return OdeConfig(name=name, family="hamiltonian-1layer", blocks=blocks, channels=channels, norm="none", **time)
+def model_config(name: str, **options: Any) -> NetworkConfig:
+    """The config of the network `name` with these options, without building it."""
+    return _find(name).with_options(**options)
 
 
-def midpoint(name: str, blocks: tuple[int, ...], channels: tuple[int, ...]) -> OdeConfig:
-    """Rule M: a norm in every step, connectors."""
-    time = _time(blocks)
-    return OdeConfig(name=name, family="midpoint", blocks=blocks, channels=channels, transition="connector", **time)
+def create_model(name: str, **options: Any) -> StagedClassifier:
+    """Build a network by name, with fresh weights.
+
+    Args:
+        name: one of `list_models()`, or ``<family>-<layers>`` for any depth that fits the family, with ``-stl`` behind it
+            for 96x96 images.
+        options: ``num_classes``, ``in_channels``, ``image_size``, ``blocks``, ``channels``, ``activation``, ``norm``; of
+            reversible networks also ``backprop``, ``exact``, ``anchor_every``, ``memory_budget``, ``damping``; of ODE
+            networks also ``h`` or ``horizon``, ``init``, ``start``, ``transition``. See `OdeConfig`.
+    """
+    return build(model_config(name, **options))
 
 
-def leapfrog(name: str, blocks: tuple[int, ...], channels: tuple[int, ...]) -> OdeConfig:
-    """Rule M: a norm in every step, connectors."""
-    time = _time(blocks)
-    return OdeConfig(name=name, family="leapfrog", blocks=blocks, channels=channels, transition="connector", **time)
+def _find(name: str) -> NetworkConfig:
+    if not isinstance(name, str):
+        raise ValueError(f"a network's name is a string, got {name!r}")
+    if name in _RECIPES:
+        config = _RECIPES[name]()
+        if not isinstance(config, NetworkConfig):
+            raise ValueError(f"the function registered as {name!r} must return a config, got {type(config).__name__}")
+        return config
+    if name.endswith(LARGE_SUFFIX):
+        return dataclasses.replace(_find(name.removesuffix(LARGE_SUFFIX)), name=name, image_size=LARGE_SIZE)
+    family, _, layers = name.rpartition("-")
+    if family in FAMILIES and layers.isascii() and layers.isdigit():
+        return _of_depth(FAMILIES[family], int(layers))
+    if name in FAMILIES:
+        example = next((other for other in list_models() if re.fullmatch(rf"{name}-\d+", other)), f"{name}-<layers>")
+        raise ValueError(f"{name} is a family: say how many layers, as in {example}")
+    near = difflib.get_close_matches(name, list_models(), 3, cutoff=0.4)
+    hint = f"the nearest are {', '.join(near)}; " if near else ""
+    raise ValueError(f"there is no network {name!r}: {hint}`revode models` lists all")
 
 
-def revnet(name: str, blocks: tuple[int, ...], channels: tuple[int, ...]) -> RevNetConfig:
-    """Gomez et al.'s, as the paper's baseline."""
-    return RevNetConfig(name=name, family="revnet", blocks=blocks, channels=channels)
-
-
-def resnet(name: str, blocks: tuple[int, ...], channels: tuple[int, ...]) -> ResNetConfig:
-    """He et al.'s, as the paper's baseline."""
-    return ResNetConfig(name=name, family="resnet", blocks=blocks, channels=channels)
-
-
-def _blocks(family: str, layers: int, per_block: int, fewest: int) -> tuple[int, int, int]:
-    """Three equal units: layers = 3 per_block n + 2."""
-    step = 3 * per_block
+def _of_depth(family: Family, layers: int) -> NetworkConfig:
+    """Three equal units: layers = 3 layers_per_block n + 2."""
+    step, fewest = 3 * family.layers_per_block, family.fewest_blocks
     n, rest = divmod(layers - 2, step)
     if rest or n < fewest:
         valid = ", ".join(str(step * k + 2) for k in range(fewest, fewest + 4))
         below = max(n, fewest)
         raise ValueError(
-            f"{family} networks have {step}n + 2 layers with n >= {fewest} ({valid}, ...), got {layers}: "
-            f"the nearest are {family}-{step * below + 2} and {family}-{step * (below + 1) + 2}"
+            f"{family.name} networks have {step}n + 2 layers with n >= {fewest} ({valid}, ...), got {layers}: "
+            f"the nearest are {family.name}-{step * below + 2} and {family.name}-{step * (below + 1) + 2}"
         )
-    return n, n, n
+    return _of_layout(f"{family.name}-{layers}", family, (n, n, n), family.channels(layers))
 
 
-def _wide(layers: int) -> tuple[int, int, int]:
-    return (32, 64, 112) if layers < 100 else (32, 64, 128)
+def _of_layout(name: str, family: Family, blocks: tuple[int, ...], channels: tuple[int, ...]) -> NetworkConfig:
+    """The paper's h and independent kernels; for units longer than it tried them on, a fixed horizon and smooth kernels."""
+    values: dict[str, Any] = {}
+    if family.integrates:
+        time = {"h": H} if max(blocks) <= LONGEST_UNIT else {"horizon": HORIZON, "init": "smooth"}
+        values = {"transition": family.transition, **time}
+    return NetworkConfig.of_family(family, name=name, blocks=blocks, channels=channels, **values)
 
 
-@register_family("hamiltonian")
-def hamiltonian_of_depth(layers: int) -> NetworkConfig:
-    return hamiltonian(f"hamiltonian-{layers}", _blocks("hamiltonian", layers, 4, 1), _wide(layers))
+def _natural(name: str) -> list[Any]:
+    return [(part.isdigit(), int(part) if part.isdigit() else part) for part in re.split(r"(\d+)", name)]
 
 
-@register_family("hamiltonian-1layer")
-def hamiltonian_1layer_of_depth(layers: int) -> NetworkConfig:
-    blocks = _blocks("hamiltonian-1layer", layers, 2, 1)
-    return hamiltonian_1layer(f"hamiltonian-1layer-{layers}", blocks, _wide(layers))
+def _named(name: str, family: str | None = None, blocks: tuple[int, ...] = (), **options: Any) -> Recipe:
+    def recipe() -> NetworkConfig:
+        if family is None:
+            kind, _, layers = name.rpartition("-")
+            return _of_depth(FAMILIES[kind], int(layers)).with_options(**options)
+        row = FAMILIES[family]
+        channels = options.get("channels", row.channels(0))
+        return _of_layout(name, row, blocks, channels).with_options(**options)
+
+    return recipe
 
 
-@register_family("midpoint")
-def midpoint_of_depth(layers: int) -> NetworkConfig:
-    return midpoint(f"midpoint-{layers}", _blocks("midpoint", layers, 2, 2), _wide(layers))
-
-
-@register_family("leapfrog")
-def leapfrog_of_depth(layers: int) -> NetworkConfig:
-    return leapfrog(f"leapfrog-{layers}", _blocks("leapfrog", layers, 2, 2), _wide(layers))
-
-
-@register_family("revnet")
-def revnet_of_depth(layers: int) -> NetworkConfig:
-    return revnet(f"revnet-{layers}", _blocks("revnet", layers, 4, 1), _wide(layers))
-
-
-@register_family("resnet")
-def resnet_of_depth(layers: int) -> NetworkConfig:
-    return resnet(f"resnet-{layers}", _blocks("resnet", layers, 2, 1), (16, 32, 64))
-
-
-@register_model("hamiltonian-74")
-def hamiltonian_74() -> NetworkConfig:
-    return hamiltonian_of_depth(74)
-
-
-@register_model("hamiltonian-218")
-def hamiltonian_218() -> NetworkConfig:
-    return hamiltonian_of_depth(218)
-
-
-@register_model("hamiltonian-1202")
-def hamiltonian_1202() -> NetworkConfig:
-    return hamiltonian_of_depth(1202).with_options(norm="batch", h=H, init="independent")  # as the paper ran it
-
-
-@register_model("hamiltonian-1layer-74")
-def hamiltonian_1layer_74() -> NetworkConfig:
-    return hamiltonian_1layer_of_depth(74)
-
-
-@register_model("midpoint-26")
-def midpoint_26() -> NetworkConfig:
-    return midpoint_of_depth(26)
-
-
-@register_model("midpoint-62")
-def midpoint_62() -> NetworkConfig:
-    return midpoint("midpoint-62", (10, 10, 10), (32, 64, 128))
-
-
-@register_model("leapfrog-26")
-def leapfrog_26() -> NetworkConfig:
-    return leapfrog_of_depth(26)
-
-
-@register_model("leapfrog-62")
-def leapfrog_62() -> NetworkConfig:
-    return leapfrog("leapfrog-62", (10, 10, 10), (32, 64, 128))
-
-
-@register_model("revnet-38")
-def revnet_38() -> NetworkConfig:
-    return revnet_of_depth(38)
-
-
-@register_model("revnet-110")
-def revnet_110() -> NetworkConfig:
-    return revnet_of_depth(110)
-
-
-@register_model("resnet-32")
-def resnet_32() -> NetworkConfig:
-    return resnet_of_depth(32)
-
-
-@register_model("resnet-110")
-def resnet_110() -> NetworkConfig:
-    return resnet_of_depth(110)
-
-
-@register_model("resnet-1202")
-def resnet_1202() -> NetworkConfig:
-    return resnet_of_depth(1202)
-
-
-SUBSET_BLOCKS, SUBSET_CHANNELS = (4, 4, 4, 4), (16, 64, 128, 256)
-"""The layout of the subsampling study."""
-
-
-@register_model("hamiltonian-subset")
-def hamiltonian_subset() -> NetworkConfig:
-    return hamiltonian("hamiltonian-subset", SUBSET_BLOCKS, SUBSET_CHANNELS)
-
-
-@register_model("midpoint-subset")
-def midpoint_subset() -> NetworkConfig:
-    return midpoint("midpoint-subset", SUBSET_BLOCKS, SUBSET_CHANNELS)
-
-
-@register_model("leapfrog-subset")
-def leapfrog_subset() -> NetworkConfig:
-    return leapfrog("leapfrog-subset", SUBSET_BLOCKS, SUBSET_CHANNELS)
-
-
-@register_model("resnet-subset")
-def resnet_subset() -> NetworkConfig:
-    return resnet("resnet-subset", SUBSET_BLOCKS, SUBSET_CHANNELS)
-
-
-@register_model("hamiltonian-stl")
-def hamiltonian_stl() -> NetworkConfig:
-    return hamiltonian("hamiltonian-stl", (6, 6, 6), (32, 64, 112)).with_options(image_size=STL_SIZE)
-
-
-@register_model("midpoint-stl")
-def midpoint_stl() -> NetworkConfig:
-    return midpoint("midpoint-stl", (4, 4, 4), (32, 64, 112)).with_options(image_size=STL_SIZE)
-
-
-@register_model("leapfrog-stl")
-def leapfrog_stl() -> NetworkConfig:
-    return leapfrog("leapfrog-stl", (4, 4, 4), (32, 64, 112)).with_options(image_size=STL_SIZE)
-
-
-@register_model("hamiltonian-subset-stl")
-def hamiltonian_subset_stl() -> NetworkConfig:
-    return hamiltonian("hamiltonian-subset-stl", SUBSET_BLOCKS, SUBSET_CHANNELS).with_options(image_size=STL_SIZE)
-
-
-@register_model("resnet-subset-stl")
-def resnet_subset_stl() -> NetworkConfig:
-    return resnet("resnet-subset-stl", SUBSET_BLOCKS, SUBSET_CHANNELS).with_options(image_size=STL_SIZE)
-
-
-@register_model("hamiltonian-digits")
-def hamiltonian_digits() -> NetworkConfig:
-    return hamiltonian("hamiltonian-digits", (4, 4), (32, 64)).with_options(in_channels=1, image_size=8)
+for _name, _options in _NAMED.items():
+    register_model(_name)(_named(_name, **_options))

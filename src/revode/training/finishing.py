@@ -51,7 +51,7 @@ def write_weights(job: Job, weights: dict[str, Tensor], path: Path) -> None:
     """Write the network as `revode.load` reads it, from a whole copy: the job's own may be sharded."""
     from safetensors import SafetensorError
 
-    from revode.networks.serialization import save
+    from revode.networks.files import save
 
     model = build_model(job.config, job.dataset)
     model.load_state_dict(weights)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from revode import data
 from revode.networks import StagedClassifier, create_model
-from revode.networks.registry import model_config
+from revode.networks.zoo import model_config
 from revode.regularizers import smoothness_gradient_
 from revode.training.config import Config
 from revode.training.distributed import Group, gradients_stay_local, parallelize, synchronize_batch_norm

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from revode import data
-from revode.networks.serialization import load
+from revode.networks.files import load
 from revode.training.checkpoint import read_newest
 from revode.training.config import Config
 from revode.training.distributed import Group, choose_device

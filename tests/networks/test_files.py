@@ -11,7 +11,7 @@ from network_gradients import images
 from safetensors.torch import save_file
 
 import revode
-from revode.networks import serialization
+from revode.networks import files
 
 NAMES = ["hamiltonian-26", "hamiltonian-1layer-14", "midpoint-14", "leapfrog-14", "revnet-14", "resnet-8"]
 
@@ -46,7 +46,7 @@ def test_saving_replaces_the_file_whole_or_not_at_all(tmp_path, monkeypatch):
             file.write(b"half")
         raise OSError("disk full")
 
-    monkeypatch.setattr(serialization, "save_file", fail)
+    monkeypatch.setattr(files, "save_file", fail)
     with pytest.raises(OSError, match="disk full"):
         revode.save(revode.create_model("resnet-14"), path)
     assert path.read_bytes() == before
@@ -76,7 +76,7 @@ def test_foreign_files_are_refused(tmp_path):
 
 
 def _write(path, config, tensors):
-    save_file(tensors, str(path), {"format": serialization.FORMAT, "config": json.dumps(config)})
+    save_file(tensors, str(path), {"format": files.FORMAT, "config": json.dumps(config)})
 
 
 def test_mismatching_files_are_refused(tmp_path):

@@ -1,0 +1,247 @@
+"""What networks are made of besides their reversible branches: stems, transitions, heads, and the blocks of the baselines.
+
+Everything here works in one, two or three dimensions. What makes its own layers takes ``ndim``; what does not reads the
+dimensions off its input. A transition takes what the unit before it hands over: a tensor, or the pair of a scheme.
+`PoolPad` and `Squeeze` act on each member of a pair alike, so nothing is joined, and the pair that the unit saves anyway is
+all that is kept.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from revode.fields import make_activation, make_norm
+from revode.schemes import State
+
+Features = Tensor | State
+
+_CONVOLUTIONS: dict[int, Any] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+_POOLS: dict[int, Any] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
+
+
+def convolution(in_channels: int, out_channels: int, kernel_size: int = 3, stride: int = 1, ndim: int = 2) -> nn.Module:
+    """A convolution without bias, drawn normal with std sqrt(2 / (kernel volume * out_channels)) as the authors did."""
+    conv = _CONVOLUTIONS[ndim](in_channels, out_channels, kernel_size, stride, kernel_size // 2, bias=False)
+    if not conv.weight.is_meta:  # where only shapes are wanted, drawing nothing takes most of the time
+        nn.init.normal_(conv.weight, std=math.sqrt(2.0 / (kernel_size**ndim * out_channels)))
+    return conv
+
+
+def join(x: Features) -> Tensor:
+    """The halves of a pair joined along the channels; a tensor as it is."""
+    return x if isinstance(x, Tensor) else torch.cat(x, dim=1)
+
+
+def pool(x: Tensor) -> Tensor:
+    """Means over neighbours, two in each dimension; an odd edge is rounded up, as a convolution of stride 2 does."""
+    odd = any(edge % 2 for edge in x.shape[2:])
+    return _POOLS[x.dim() - 2](x, 2, ceil_mode=odd)
+
+
+def pad_channels(x: Tensor, channels: int) -> Tensor:
+    """Zero channels on both sides, equally many up to one."""
+    missing = channels - x.shape[1]
+    return F.pad(x, (0, 0) * (x.dim() - 2) + (missing // 2, missing - missing // 2)) if missing else x
+
+
+def squeeze(x: Tensor) -> Tensor:
+    """Space to depth: two neighbours in each dimension become channels."""
+    if x.dim() == 4:
+        return F.pixel_unshuffle(x, 2)  # keeps channels_last
+    ndim = x.dim() - 2
+    split = x.reshape(*x.shape[:2], *(size for edge in x.shape[2:] for size in (edge // 2, 2)))
+    order = (0, 1, *range(3, 2 * ndim + 2, 2), *range(2, 2 * ndim + 2, 2))
+    return split.permute(order).reshape(x.shape[0], -1, *(edge // 2 for edge in x.shape[2:]))
+
+
+def unsqueeze(x: Tensor) -> Tensor:
+    """Depth to space: undoes `squeeze`."""
+    if x.dim() == 4:
+        return F.pixel_shuffle(x, 2)
+    ndim = x.dim() - 2
+    split = x.reshape(x.shape[0], -1, *[2] * ndim, *x.shape[2:])
+    order = (0, 1, *(place for i in range(ndim) for place in (2 + ndim + i, 2 + i)))
+    return split.permute(order).reshape(x.shape[0], -1, *(2 * edge for edge in x.shape[2:]))
+
+
+class ConvStem(nn.Module):
+    """3x3 convolution, batch norm, ReLU."""
+
+    def __init__(self, in_channels: int, channels: int, ndim: int = 2) -> None:
+        super().__init__()
+        self.conv = convolution(in_channels, channels, ndim=ndim)
+        self.norm = make_norm("batch", channels, ndim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.norm(self.conv(x)))
+
+
+class PadStem(nn.Module):
+    """The image's channels over and over until the first unit has enough: injective, so it can be undone.
+
+    Zeros would do as well, but a half of zeros puts every ReLU of the first branch on its kink, where a state recomputed to
+    round-off has another derivative than the stored one.
+    """
+
+    def __init__(self, in_channels: int, channels: int) -> None:
+        super().__init__()
+        self.in_channels = in_channels
+        self.channels = channels
+
+    def forward(self, x: Tensor) -> Tensor:
+        times = math.ceil(self.channels / self.in_channels)
+        return torch.cat([x] * times, dim=1)[:, : self.channels]
+
+    def inverse(self, y: Tensor) -> Tensor:
+        """The image: the repetitions are dropped."""
+        return y[:, : self.in_channels]
+
+    def extra_repr(self) -> str:
+        return f"{self.in_channels}, {self.channels}"
+
+
+class LinearHead(nn.Module):
+    """Global average pool and a linear map, uniform ±sqrt(3 / fan_in) at first with bias 0."""
+
+    def __init__(self, channels: int, num_classes: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(channels, num_classes)
+        bound = math.sqrt(3.0 / channels)
+        nn.init.uniform_(self.linear.weight, -bound, bound)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.mean(dim=tuple(range(2, x.dim()))))
+
+
+class NormHead(LinearHead):
+    """Batch norm, ReLU, global average pool, linear."""
+
+    def __init__(self, channels: int, num_classes: int, ndim: int = 2) -> None:
+        super().__init__(channels, num_classes)
+        self.norm = make_norm("batch", channels, ndim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(F.relu(self.norm(x)))
+
+
+class PoolPad(nn.Module):
+    """Average pool 2 and zero channels on both sides, for each half of a pair by itself (the authors' code)."""
+
+    def __init__(self, out_channels: int) -> None:
+        super().__init__()
+        self.out_channels = out_channels
+
+    def forward(self, x: Features) -> Features:
+        if isinstance(x, Tensor):
+            return pad_channels(pool(x), self.out_channels)
+        half = self.out_channels // 2
+        return pad_channels(pool(x[0]), half), pad_channels(pool(x[1]), half)
+
+    def extra_repr(self) -> str:
+        return f"{self.out_channels}"
+
+
+class Connector(nn.Module):
+    """1x1 convolution, norm, activation, average pool (rule M; the last one leaves pooling to the head)."""
+
+    def __init__(
+        self, in_channels: int, out_channels: int, norm: str, activation: str, *, pools: bool = True, ndim: int = 2
+    ) -> None:
+        super().__init__()
+        self.conv = convolution(in_channels, out_channels, kernel_size=1, ndim=ndim)
+        self.norm = make_norm(norm, out_channels, ndim)
+        self.activation = make_activation(activation)
+        self.pools = pools
+
+    def forward(self, x: Features) -> Features:
+        y = self.activation(self.norm(self.conv(join(x))))
+        return pool(y) if self.pools else y
+
+
+class Squeeze(nn.Module):
+    """Space to depth: each 2x2 square of pixels becomes four times the channels. A permutation, so it can be undone."""
+
+    def forward(self, x: Features) -> Features:
+        return squeeze(x) if isinstance(x, Tensor) else (squeeze(x[0]), squeeze(x[1]))
+
+    def inverse(self, x: State) -> State:
+        """Depth back to space."""
+        return unsqueeze(x[0]), unsqueeze(x[1])
+
+
+class PreActivation(nn.Module):
+    """norm, σ, conv, norm, σ, conv: the residual branch of both baselines (He et al. 2016).
+
+    Args:
+        in_channels: channels of its input.
+        out_channels: channels of its output; ``in_channels`` unless given.
+        stride: of the first convolution.
+        leading: whether the first norm and σ are there; the very first branch of a network has neither.
+        norm: ``"batch"`` or ``"tv"``.
+        activation: σ by name.
+        ndim: spatial dimensions.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int | None = None,
+        *,
+        stride: int = 1,
+        leading: bool = True,
+        norm: str = "batch",
+        activation: str = "relu",
+        ndim: int = 2,
+    ) -> None:
+        super().__init__()
+        out_channels = in_channels if out_channels is None else out_channels
+        self.norm1 = make_norm(norm, in_channels, ndim) if leading else None
+        self.conv1 = convolution(in_channels, out_channels, stride=stride, ndim=ndim)
+        self.norm2 = make_norm(norm, out_channels, ndim)
+        self.conv2 = convolution(out_channels, out_channels, ndim=ndim)
+        self.activation = make_activation(activation)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.norm1 is not None:
+            x = self.activation(self.norm1(x))
+        return self.conv2(self.activation(self.norm2(self.conv1(x))))
+
+
+class ResidualBlock(nn.Module):
+    """shortcut(x) + branch(x); the shortcut of a strided block averages 2x2 pixels and pads channels with zeros."""
+
+    def __init__(self, in_channels: int, out_channels: int, *, stride: int = 1, **branch: Any) -> None:
+        super().__init__()
+        self.branch = PreActivation(in_channels, out_channels, stride=stride, **branch)
+        self.out_channels = out_channels
+        self.stride = stride
+
+    def forward(self, x: Tensor) -> Tensor:
+        shortcut = x if self.stride == 1 else pool(x)
+        return pad_channels(shortcut, self.out_channels) + self.branch(x)
+
+
+class StridedBlock(nn.Module):
+    """RevNet's first block of a later unit (Gomez et al. 2017): y' = s(y) + F(z), z' = s(z) + G(y'); not reversible.
+
+    s pools and pads.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, norm: str, activation: str, *, ndim: int = 2) -> None:
+        super().__init__()
+        options: dict[str, Any] = {"norm": norm, "activation": activation, "ndim": ndim}
+        self.half_channels = out_channels // 2
+        self.first = PreActivation(in_channels // 2, self.half_channels, stride=2, **options)
+        self.second = PreActivation(self.half_channels, **options)
+
+    def forward(self, x: Features) -> Features:
+        y, z = x.chunk(2, dim=1) if isinstance(x, Tensor) else x
+        y = pad_channels(pool(y), self.half_channels) + self.first(z)
+        z = pad_channels(pool(z), self.half_channels) + self.second(y)
+        return y, z

@@ -1,0 +1,195 @@
+"""The families of networks, one row each, and the transitions between their units, one row each.
+
+A row says all that distinguishes a family: nothing else in the library asks for a family's name. A new family is one more
+`register_family`, and a new transition one more entry of `TRANSITIONS`.
+
+Which blocks run at which width depends on the transition. Units of n blocks become, with three units,
+
+| transition | blocks at each width | why |
+|---|---|---|
+| ``pool_pad`` | n + 1, n, n - 1 | rule H: the first block of a later unit runs before pooling, at the width it comes from |
+| ``connector`` | n - 1, n - 1, n - 1 | rule M: a unit's last block is its connector |
+| ``squeeze`` | n, n, n | nothing is lost in between |
+| ``strided`` | n, n - 1, n - 1 | RevNet: the first block of a later unit is the transition |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from revode.fields import AntisymmetricField, OneLayerField, SymmetricField
+from revode.networks import blocks
+from revode.schemes import AdditiveCoupling, Leapfrog, MidPoint, Scheme, Verlet
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transition:
+    """What lies between two units.
+
+    Attributes:
+        between: (channels, next channels, norm, activation) -> the module between two units.
+        behind: The same for what follows the last unit.
+        extra_blocks: (unit, last unit) -> blocks that run at the unit's width besides its own; negative if fewer do.
+        keeps_units: Whether every block that the paper counts is reversible, so that units are as the paper counts them.
+        carries_pair: Whether every scheme hands on its pair, so that the whole network can be undone.
+        normed_head: Whether the head has a norm of its own.
+    """
+
+    between: Callable[[int, int, str, str], nn.Module]
+    behind: Callable[[int, int, str, str], nn.Module] = lambda *_: nn.Identity()
+    extra_blocks: Callable[[int, int], int] = lambda unit, last: 0
+    keeps_units: bool = False
+    carries_pair: bool = False
+    normed_head: bool = True
+
+
+TRANSITIONS: dict[str, Transition] = {
+    "pool_pad": Transition(
+        between=lambda channels, following, norm, activation: blocks.PoolPad(following),
+        extra_blocks=lambda unit, last: (unit < last) - (unit > 0),
+        keeps_units=True,
+    ),
+    "connector": Transition(
+        between=blocks.Connector,
+        behind=lambda *sizes: blocks.Connector(*sizes, pools=False),
+        extra_blocks=lambda unit, last: -1,
+        normed_head=False,
+    ),
+    "squeeze": Transition(between=lambda *_: blocks.Squeeze(), carries_pair=True),
+    "strided": Transition(between=blocks.StridedBlock, extra_blocks=lambda unit, last: -(unit > 0)),
+    "none": Transition(between=lambda *_: nn.Identity()),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """A kind of network.
+
+    Attributes:
+        name: As in ``<name>-<layers>``.
+        block: (channels, first, options) -> the branches of one block. `first` says whether it is the network's first;
+            options are ``activation``, ``norm`` and ``ndim``, and of one that is not reversible ``in_channels`` and ``stride``.
+        scheme: Its integrator; None if it is not reversible.
+        integrates: Whether the scheme takes a step size, so that the network has ``h``, ``init``, ``start`` and ``transition``.
+        layers_per_block: Convolutions of a block as the paper counts them (K and K' are two).
+        norms: The norms that its blocks can have.
+        transition: What lies between its units; one that integrates may be given another.
+        defaults: Options of its named networks that differ from those of their config.
+        fewest_blocks: Blocks that a unit has at least.
+        channels: Layers -> channels of three units.
+        theory: What the paper says of its stability.
+    """
+
+    name: str
+    block: Callable[..., list[nn.Module]]
+    layers_per_block: int
+    scheme: type[Scheme] | None = None
+    integrates: bool = False
+    norms: tuple[str, ...] = ("none", "batch", "tv")
+    transition: str = "pool_pad"
+    defaults: dict[str, Any] = field(default_factory=dict)
+    fewest_blocks: int = 1
+    channels: Callable[[int], tuple[int, ...]] = lambda layers: (32, 64, 112 if layers < 100 else 128)
+    theory: str = "stability not guaranteed"
+
+
+FAMILIES: dict[str, Family] = {}
+"""The families by name."""
+
+
+def register_family(family: Family) -> Family:
+    """Make ``<family>-<layers>`` known; a name that is taken is refused."""
+    if family.name in FAMILIES:
+        raise ValueError(f"a family named {family.name!r} is registered already: choose another name")
+    FAMILIES[family.name] = family
+    return family
+
+
+def _hamiltonian(channels: int, first: bool, **options: Any) -> list[nn.Module]:
+    half = channels // 2
+    return [SymmetricField(half, leading=not first, **options), SymmetricField(half, leading=True, **options)]
+
+
+def _one_layer(channels: int, first: bool, *, norm: str, **options: Any) -> list[nn.Module]:
+    return list(OneLayerField.pair(channels // 2, **options))  # a bias, shared by both
+
+
+def _midpoint(channels: int, first: bool, **options: Any) -> list[nn.Module]:
+    return [AntisymmetricField(channels, **options)]
+
+
+def _leapfrog(channels: int, first: bool, **options: Any) -> list[nn.Module]:
+    return [SymmetricField(channels, **options)]
+
+
+def _revnet(channels: int, first: bool, **options: Any) -> list[nn.Module]:
+    half = channels // 2
+    return [blocks.PreActivation(half, leading=not first, **options), blocks.PreActivation(half, **options)]
+
+
+def _resnet(channels: int, first: bool, *, in_channels: int | None = None, **options: Any) -> list[nn.Module]:
+    return [blocks.ResidualBlock(in_channels or channels, channels, leading=not first, **options)]
+
+
+_STABLE = "Re λ = 0: stable"
+
+register_family(
+    Family(
+        name="hamiltonian",
+        block=_hamiltonian,
+        layers_per_block=4,
+        scheme=Verlet,
+        integrates=True,
+        defaults={"norm": "none"},  # rule H of the paper's counts: biases, pool and pad
+        theory=_STABLE,
+    )
+)
+register_family(
+    Family(
+        name="hamiltonian-1layer",  # Haber & Ruthotto's block, one kernel shared by its two layers
+        block=_one_layer,
+        layers_per_block=2,
+        scheme=Verlet,
+        integrates=True,
+        norms=("none",),
+        defaults={"norm": "none"},
+        theory=_STABLE,
+    )
+)
+for _name, _scheme, _block in (("midpoint", MidPoint, _midpoint), ("leapfrog", Leapfrog, _leapfrog)):
+    register_family(
+        Family(
+            name=_name,
+            block=_block,
+            layers_per_block=2,
+            scheme=_scheme,
+            integrates=True,
+            transition="connector",  # rule M: a norm in every step, connectors
+            fewest_blocks=2,
+            theory=_STABLE,
+        )
+    )
+register_family(
+    Family(
+        name="revnet",
+        block=_revnet,
+        layers_per_block=4,
+        scheme=AdditiveCoupling,
+        norms=("batch", "tv"),
+        transition="strided",
+    )
+)
+register_family(
+    Family(
+        name="resnet",
+        block=_resnet,
+        layers_per_block=2,
+        norms=("batch", "tv"),
+        transition="none",
+        channels=lambda layers: (16, 32, 64),
+    )
+)
