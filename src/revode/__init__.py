@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from revode.fields import SymmetricField as SymmetricField
     from revode.networks.files import load as load
     from revode.networks.files import save as save
+    from revode.networks.refinement import coarsen as coarsen
+    from revode.networks.refinement import refine as refine
     from revode.networks.zoo import create_model as create_model
     from revode.networks.zoo import list_models as list_models
     from revode.networks.zoo import register_model as register_model
@@ -34,10 +36,12 @@ _HOMES = {
     "AntisymmetricField": "revode.fields",
     "OneLayerField": "revode.fields",
     "SymmetricField": "revode.fields",
+    "coarsen": "revode.networks.refinement",
     "create_model": "revode.networks.zoo",
     "list_models": "revode.networks.zoo",
     "register_model": "revode.networks.zoo",
     "load": "revode.networks.files",
+    "refine": "revode.networks.refinement",
     "save": "revode.networks.files",
     "AntisymmetricConv": "revode.operators",
     "Conv": "revode.operators",

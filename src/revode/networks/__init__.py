@@ -11,6 +11,7 @@ What other rooms may rely on:
 - ``net.units()``: the branches (``fields``, ``fields_per_block``) and step size ``h`` of every unit as the paper counts them.
 - ``net.stem``, ``net.stages`` (each with ``body`` and ``transition``), ``net.head``; ``net.features(x)`` is what the head sees.
 - ``net.inverse(features)``, of networks with ``transition="squeeze"``.
+- ``refine(net, name)``, ``coarsen(net, name)``: the network at another depth; ``Resampling`` maps momenta and averages too.
 - ``describe(net)``: shapes, parameters, FLOPs and bytes kept for backward, stage by stage.
 """
 
@@ -24,10 +25,14 @@ from revode.networks.config import ReversibleConfig as ReversibleConfig
 from revode.networks.config import RevNetConfig as RevNetConfig
 from revode.networks.description import Description as Description
 from revode.networks.description import describe as describe
+from revode.networks.families import FAMILIES as FAMILIES
 from revode.networks.families import Family as Family
 from revode.networks.families import register_family as register_family
 from revode.networks.files import load as load
 from revode.networks.files import save as save
+from revode.networks.refinement import Resampling as Resampling
+from revode.networks.refinement import coarsen as coarsen
+from revode.networks.refinement import refine as refine
 from revode.networks.zoo import create_model as create_model
 from revode.networks.zoo import list_models as list_models
 from revode.networks.zoo import model_config as model_config

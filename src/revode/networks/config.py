@@ -208,14 +208,14 @@ class OdeConfig(ReversibleConfig):
     """A network whose units integrate an ODE.
 
     Args:
-        h: step size; leave it out for `horizon`.
+        h: step size, or one for each unit; leave it out for `horizon`.
         horizon: T, so that a unit of N blocks takes steps of h = T / N: deeper is finer, not longer.
         init: ``"independent"`` kernels in every block, or kernels ``"smooth"`` in time.
         start: how MidPoint and Leapfrog make their second state; the scheme's own default unless given.
         transition: ``"pool_pad"``, ``"connector"`` or ``"squeeze"``.
     """
 
-    h: float | None = None
+    h: float | tuple[float, ...] | None = None
     horizon: float | None = None
     init: str = "independent"
     start: str | None = None
@@ -228,10 +228,8 @@ class OdeConfig(ReversibleConfig):
             raise ValueError(
                 f"give either h (the step size) or horizon (h = horizon / blocks), got h={self.h}, horizon={self.horizon}"
             )
-        for name in ("h", "horizon"):
-            value = getattr(self, name)
-            if value is not None and not (isinstance(value, int | float) and 0.0 < value < float("inf")):
-                raise ValueError(f"{name} must be a positive number, got {value!r}")
+        _require_positive("horizon", self.horizon)
+        self._check_step_size()
         super().__post_init__()
         if self.transition == "connector" and min(self.blocks) < 2:
             raise ValueError(
@@ -242,6 +240,16 @@ class OdeConfig(ReversibleConfig):
     @property
     def passage(self) -> Transition:
         return TRANSITIONS[self.transition]
+
+    def _check_step_size(self) -> None:
+        """One number, or one for each unit; equal ones become one number."""
+        if not isinstance(self.h, list | tuple):
+            return _require_positive("h", self.h)
+        for h in self.h:
+            _require_positive("h", h)
+        if len(self.h) != len(self.blocks):
+            raise ValueError(f"h must be one number or one for each of the {len(self.blocks)} units, got {self.h}")
+        object.__setattr__(self, "h", tuple(self.h) if len(set(self.h)) > 1 else self.h[0])
 
     def _check_channels(self) -> None:
         super()._check_channels()
@@ -255,10 +263,10 @@ class OdeConfig(ReversibleConfig):
                 f"transition='squeeze' repeats the image's {self.in_channels} channels to fill those of the first unit, "
                 f"which must be at least as many, got {self.channels[0]}"
             )
-        if self.horizon is not None and not self.splits and len(set(self.blocks)) > 1:
+        if not self.splits and len({self.step_size(unit) for unit in range(self.num_units)}) > 1:
             raise ValueError(
-                "transition='squeeze' carries two successive states on, so h = horizon / blocks must be the same "
-                f"everywhere: give all units as many blocks, got {self.blocks}"
+                "transition='squeeze' carries two successive states on, so h, or horizon / blocks, must be the same "
+                f"everywhere: give one h, or all units as many blocks, got h={self.h}, blocks={self.blocks}"
             )
 
     def _check_image(self) -> None:
@@ -271,6 +279,8 @@ class OdeConfig(ReversibleConfig):
 
     def step_size(self, unit: int) -> float:
         """h of the unit at this index."""
+        if isinstance(self.h, tuple):
+            return self.h[unit]
         if self.h is not None:
             return self.h
         assert self.horizon is not None
@@ -312,6 +322,11 @@ def require_positive_integer(name: str, value: Any) -> None:
     """Refuse what is not a whole number above zero."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name} must be a positive integer, got {value!r}")
+
+
+def _require_positive(name: str, value: Any) -> None:
+    if value is not None and not (isinstance(value, int | float) and 0.0 < value < float("inf")):
+        raise ValueError(f"{name} must be a positive number, got {value!r}")
 
 
 def _integers(name: str, values: Any) -> tuple[int, ...]:

@@ -1,0 +1,166 @@
+"""Deeper networks out of trained shallow ones: multilevel training (Haber et al. 2017; Chang et al. 2018).
+
+The N blocks at one width integrate over the time T = N h. Refining keeps T and takes more and shorter steps. Kernels, norms and
+biases are functions of time that the blocks sample: a new block gets the value at its own time, linear between two samples and
+constant before the first and behind the last. Stem, transitions and head are copied.
+
+A block of a scheme on two halves acts over [t, t + h], so its sample lies in the middle, at t + h/2. A scheme on two
+successive states evaluates its field at t itself. Placed like this, linear interpolation comes closer to the shallow network
+than copying blocks does, as Chang et al. do (docs/networks.md has the distances).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim.swa_utils import update_bn
+
+from revode.engine import ReversibleSequence
+from revode.networks.classifier import StagedClassifier, build
+from revode.networks.config import OdeConfig
+from revode.networks.zoo import model_config
+
+
+def refine(model: StagedClassifier, name: str, batches: Iterable[Tensor] | None = None) -> StagedClassifier:
+    """The deeper network that computes nearly what `model` does, if kernels change slowly from block to block.
+
+    Widths, norm and all other options stay those of `model`. The step size h is divided at each width by the factor by which
+    its blocks become more, so it may differ between units.
+
+    Args:
+        model: a network of `create_model` that integrates an ODE.
+        name: a network of the same family; its blocks are taken, and nothing else.
+        batches: images, to measure the statistics of batch norms anew; without them, statistics are interpolated too, and
+            fit less well.
+
+    Returns:
+        A new network; `model` stays as it is.
+    """
+    return _resampled(model, _deeper_config(model, name, 1), batches)
+
+
+def coarsen(model: StagedClassifier, name: str, batches: Iterable[Tensor] | None = None) -> StagedClassifier:
+    """The counterpart of `refine`: the shallower network with the kernels of `model` at fewer times, and longer steps."""
+    return _resampled(model, _deeper_config(model, name, -1), batches)
+
+
+class Share(NamedTuple):
+    """lerp(first, second, weight) of two tensors by name."""
+
+    first: str
+    second: str
+    weight: float
+
+
+class Resampling:
+    """How the tensors of one network follow from those of another of other depth.
+
+    It maps whatever has the names and shapes of the weights: the weights themselves, their average over training, gradients and
+    momenta.
+
+    Args:
+        source: the network that the tensors come from.
+        target: the network that they are for; its config is one that `refine` or `coarsen` makes.
+    """
+
+    def __init__(self, source: StagedClassifier, target: StagedClassifier) -> None:
+        self._shares = {key: Share(key, key, 0.0) for key in target.state_dict()}
+        self._gains: dict[str, float] = {}
+        available = set(source.state_dict())
+        old = _sequences(source)
+        for prefix, sequence in _sequences(target).items():
+            self._gains[prefix] = sequence.scheme.h / old[prefix].scheme.h
+            self._shares |= _shares_of_fields(prefix, old[prefix], sequence, available)
+
+    def weights(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The target's tensors from the source's; what is not among them is left out."""
+        return {
+            key: _mixed(tensors[share.first], tensors[share.second], share.weight)
+            for key, share in self._shares.items()
+            if share.first in tensors
+        }
+
+    def gradients(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The same for gradients and momenta: shorter steps have gradients that are smaller in proportion."""
+        mixed = self.weights(tensors)
+        return {
+            key: tensor * next((gain for prefix, gain in self._gains.items() if key.startswith(prefix)), 1.0)
+            for key, tensor in mixed.items()
+        }
+
+
+def _deeper_config(model: StagedClassifier, name: str, sign: int) -> OdeConfig:
+    """The config of `model` with the blocks of `name`; sign 1 allows no fewer than it has, -1 no more."""
+    config, wanted = model.config, model_config(name)
+    if not isinstance(config, OdeConfig):
+        raise ValueError(
+            f"{config.name} takes no steps in time, so it cannot be refined; refine a Hamiltonian, "
+            "MidPoint or Leapfrog network"
+        )
+    if wanted.family != config.family or wanted.num_units != config.num_units:
+        raise ValueError(
+            f"{config.name} cannot become {name}: a network keeps its family ({config.family}) and its "
+            f"{config.num_units} units; take a name of that family"
+        )
+    if any(sign * new < sign * own for new, own in zip(wanted.blocks, config.blocks, strict=True)):
+        verb, other, rank = ("refine", "coarsen", "deeper") if sign > 0 else ("coarsen", "refine", "shallower")
+        raise ValueError(
+            f"{name} has units of {wanted.blocks} blocks and {config.name} of {config.blocks}: {verb} needs a {rank} "
+            f"one, use {other} for the other direction"
+        )
+    target = dataclasses.replace(config, name=name, blocks=wanted.blocks)
+    if 0 in config.stage_blocks or 0 in target.stage_blocks:
+        raise ValueError(
+            f"{config.name} or {name} has no block at one of its widths, so no kernel can be taken from or to there; "
+            "give every unit at least 2 blocks"
+        )
+    ratios = [own / new for own, new in zip(config.stage_blocks, target.stage_blocks, strict=True)]
+    h = tuple(config.step_size(unit) * ratio for unit, ratio in enumerate(ratios))
+    return dataclasses.replace(target, h=h, horizon=None)
+
+
+def _resampled(model: StagedClassifier, config: OdeConfig, batches: Iterable[Tensor] | None) -> StagedClassifier:
+    weight = next(model.parameters())
+    with torch.random.fork_rng(devices=[]):
+        target = build(config).to(weight.device, weight.dtype).train(model.training)
+    target.load_state_dict(Resampling(model, target).weights(model.state_dict()))
+    if batches is not None:
+        update_bn(batches, target, weight.device)
+    return target
+
+
+def _sequences(model: StagedClassifier) -> dict[str, ReversibleSequence]:
+    """The sequences of a network by the prefix of their tensors' names."""
+    return {f"{key}.": part for key, part in model.named_modules() if isinstance(part, ReversibleSequence)}
+
+
+def _shares_of_fields(
+    prefix: str, old: ReversibleSequence, new: ReversibleSequence, available: set[str]
+) -> dict[str, Share]:
+    """For every tensor of the new fields, the two old ones around its time."""
+    per_block = new.scheme.fields_per_step
+    num_old, num_new = len(old.fields) // per_block, len(new.fields) // per_block
+    shares = {}
+    for index, field in enumerate(new.fields):
+        block, position = divmod(index, per_block)
+        offset = 0.5 if new.scheme.splits else 0.0
+        time = (block + offset) * num_old / num_new - offset  # in steps of the old sequence, from its first sample on
+        for key in field.state_dict():
+            names = {at: f"{prefix}fields.{at * per_block + position}.{key}" for at in range(num_old)}
+            samples = {at: name for at, name in names.items() if name in available}
+            if not samples:  # the network's first branch has no leading norm: the other branch of the block has one
+                samples = {at: f"{prefix}fields.{at * per_block + per_block - 1}.{key}" for at in range(num_old)}
+            first = max((at for at in samples if at <= time), default=min(samples))
+            second = min((at for at in samples if at >= time), default=max(samples))
+            weight = (time - first) / (second - first) if second > first else 0.0
+            shares[f"{prefix}fields.{index}.{key}"] = Share(samples[first], samples[second], weight)
+    return shares
+
+
+def _mixed(first: Tensor, second: Tensor, weight: float) -> Tensor:
+    """A copy; counters, which cannot be mixed, are the first's."""
+    return torch.lerp(first, second, weight) if weight and first.is_floating_point() else first.clone()
