@@ -21,12 +21,12 @@ from revode.experiments.quick_74 import ITEM
 from revode.experiments.reproduction import make_scope, reproduce
 from revode.experiments.task import Place, Task
 from revode.experiments.training_run import TEST_IMAGES, TRAIN_IMAGES, TrainingRun
+from revode.files import locked
 from revode.networks import create_model
 from revode.training.distributed import Group
 from revode.training.interruption import Interrupted
 from revode.training.job import Job
 from revode.training.loop import train
-from revode.training.runs import locked
 
 SETTINGS = {"epochs": None, "max_steps": 6, "batch_size": 16, "evaluate_every": 0, "log_every": 1, "report": False}
 

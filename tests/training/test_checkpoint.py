@@ -11,8 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from revode.files import write_atomically
 from revode.training import checkpoint
-from revode.training.checkpoint import LAST, PREVIOUS, read_checkpoint, read_newest, write_atomically, write_checkpoint
+from revode.training.checkpoint import LAST, PREVIOUS, read_checkpoint, read_newest, write_checkpoint
 
 STATE = {"step": 7, "model": {"w": torch.arange(40.0)}, "rng": torch.get_rng_state(), "list": [1, None, "x"]}
 

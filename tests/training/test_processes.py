@@ -13,9 +13,9 @@ import pytest
 import torch
 from tiny_runs import FLAGS, read_rows, tiny, without_batch_statistics
 
+from revode.files import locked, read_json
 from revode.training import train
 from revode.training.launching import ProcessFailed, train_in_processes
-from revode.training.runs import locked, read_json
 from revode.training.scoring import load_run, score_run
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "80"}

@@ -8,15 +8,8 @@ import sys
 
 import pytest
 
-from revode.training.runs import (
-    MetricsLog,
-    check_vacant,
-    existing_run,
-    locked,
-    read_metrics,
-    remove_run,
-    vacant_folder,
-)
+from revode.files import locked
+from revode.training.runs import MetricsLog, check_vacant, existing_run, read_metrics, remove_run, vacant_folder
 
 
 def test_two_processes_cannot_write_one_run(tmp_path):
@@ -29,7 +22,7 @@ def test_two_processes_cannot_write_one_run(tmp_path):
 
 def test_the_lock_of_a_killed_process_does_not_block(tmp_path):
     script = (
-        "import os, signal, sys; from pathlib import Path\nfrom revode.training.runs import locked\n"
+        "import os, signal, sys; from pathlib import Path\nfrom revode.files import locked\n"
         "with locked(Path(sys.argv[1])): os.kill(os.getpid(), signal.SIGKILL)"
     )
     child = subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=60)

@@ -13,7 +13,7 @@ from revode.experiments.footprint import StepCost
 from revode.experiments.item import SMOKE, SMOKE_NOTE, Chart, Findings, Item, Outcome, Scope, Table
 from revode.experiments.task import Measurement, Place, Task, TaskFailed
 from revode.experiments.training_run import TrainingRun
-from revode.training.planning import human_bytes
+from revode.files import human_bytes
 from revode.training.runs import read_metrics
 
 DEEP, BASELINE = "hamiltonian-1202", "resnet-1202"

@@ -12,8 +12,8 @@ import torch
 
 from revode import data
 from revode.experiments.task import Place, Task
+from revode.files import human_time
 from revode.networks import create_model, describe, model_config
-from revode.training.planning import human_time
 
 
 def step_units(model: str, options: dict[str, Any]) -> int:

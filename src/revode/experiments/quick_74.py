@@ -13,7 +13,7 @@ from revode.experiments.accuracies import grouped, of_paper, spread
 from revode.experiments.item import SMOKE, SMOKE_NOTE, Chart, Findings, Item, Outcome, Scope, Table
 from revode.experiments.task import Task
 from revode.experiments.training_run import TrainingRun
-from revode.training.planning import human_time
+from revode.files import human_time
 from revode.training.recipes import RECIPES
 from revode.training.runs import read_metrics
 

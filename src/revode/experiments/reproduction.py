@@ -11,8 +11,8 @@ from revode.experiments.catalogue import BUDGETS
 from revode.experiments.item import Item, Outcome, Scope
 from revode.experiments.task import Place, TaskFailed
 from revode.experiments.writing import write_findings
+from revode.files import locked
 from revode.training.diagnosis import Diverged
-from revode.training.runs import locked
 
 
 @dataclass

@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from revode.training.environment import commit, machine, versions
-from revode.training.runs import RESULT, locked, read_json, write_json
+from revode.files import commit, locked, machine, read_json, versions, write_json
+from revode.training.runs import RESULT
 
 HOME = Path("runs") / "reproduce"
 

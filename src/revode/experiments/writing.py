@@ -13,9 +13,7 @@ from revode.experiments.charts import standalone
 from revode.experiments.item import Findings, Item, Outcome, Scope, Table
 from revode.experiments.task import Place
 from revode.experiments.training_run import TrainingRun
-from revode.training.checkpoint import write_atomically
-from revode.training.planning import human_time
-from revode.training.runs import write_json
+from revode.files import human_time, write_atomically, write_json
 
 _LEFT_OUT = ("confusion", "plan", "test_accuracy", "test_loss", "validation_accuracy")
 """Entries of a training's result that belong to its own directory; its accuracy is given as `TrainingRun.score`."""

@@ -7,10 +7,7 @@ durable, and renames; the checkpoint before is kept as ``previous.ckpt``, and `r
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import io
-import os
 import pickle
 import zipfile
 from collections.abc import Callable
@@ -18,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from revode.files import write_atomically
 
 FORMAT = "revode-training-1"
 LAST, PREVIOUS, BEST = "last.ckpt", "previous.ckpt", "best.ckpt"
@@ -33,67 +32,7 @@ def write_checkpoint(path: Path, state: dict[str, Any], keep_as: Path | None = N
     """
     stream = io.BytesIO()
     torch.save({"format": FORMAT, **state}, stream)
-    keep: Callable[[], None] | None = None
-    if keep_as is not None and path.exists():
-        keep = functools.partial(_keep, path, keep_as)
-    write_atomically(path, stream.getbuffer(), before_rename=keep)
-
-
-def write_atomically(path: Path, data: Any, before_rename: Callable[[], None] | None = None) -> None:
-    """Put `data` (bytes or text) at `path`: afterwards it is all there, even after a power cut, or nothing changed.
-
-    Raises:
-        ValueError: The file cannot be written; what stood there before still does.
-    """
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.part")
-    data = data.encode() if isinstance(data, str) else data
-    try:
-        with open(unfinished, "wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        if before_rename is not None:
-            before_rename()
-        os.replace(unfinished, path)
-        _sync_directory(path.parent)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            unfinished.unlink(missing_ok=True)
-        raise unwritable(path, error) from error
-
-
-def unwritable(path: Path, error: Exception) -> ValueError:
-    """The error for a file that cannot be written, in one sentence."""
-    reason = getattr(error, "strerror", None) or error
-    return ValueError(
-        f"cannot write {path} ({reason}); what was there before is intact: make room and go on with --resume auto, "
-        "or give another --out"
-    )
-
-
-def _keep(path: Path, keep_as: Path) -> None:
-    """Give the file at `path` the second name `keep_as` without a moment in which neither exists."""
-    link = keep_as.with_name(f".{keep_as.name}.{os.getpid()}.part")
-    link.unlink(missing_ok=True)
-    try:
-        os.link(path, link)
-    except OSError:  # a file system without links: two renames, with a moment in which only `keep_as` is there
-        os.replace(path, keep_as)
-        return
-    try:
-        os.replace(link, keep_as)
-    finally:
-        link.unlink(missing_ok=True)
-
-
-def _sync_directory(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError:  # some network file systems cannot
-        pass
-    finally:
-        os.close(descriptor)
+    write_atomically(path, stream.getbuffer(), keep_as)
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:

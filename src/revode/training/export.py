@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from revode import data
-from revode.training.checkpoint import write_atomically
+from revode.files import write_atomically
 from revode.training.scoring import load_run
 
 TOLERANCE = 1e-4

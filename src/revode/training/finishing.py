@@ -8,11 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from revode.training.checkpoint import unwritable
-from revode.training.environment import commit, machine, versions
+from revode.files import commit, machine, unwritable, versions, write_json
 from revode.training.evaluation import Score
 from revode.training.job import Job, build_model
-from revode.training.runs import REPORT, RESULT, WEIGHTS, write_json
+from revode.training.runs import REPORT, RESULT, WEIGHTS
 from revode.training.state import Position
 
 

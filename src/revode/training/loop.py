@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from revode.engine.grid import OutOfRange
+from revode.files import locked, write_atomically
 from revode.training import state as states
-from revode.training.checkpoint import BEST, LAST, PREVIOUS, read_checkpoint, write_atomically, write_checkpoint
+from revode.training.checkpoint import BEST, LAST, PREVIOUS, read_checkpoint, write_checkpoint
 from revode.training.config import Config
 from revode.training.diagnosis import Diverged, diagnose, diagnose_weights
 from revode.training.distributed import Group, process_group
@@ -29,7 +30,7 @@ from revode.training.monitors import Monitor, make_monitors
 from revode.training.planning import PeakActivations, Plan, make_plan
 from revode.training.progress import Progress
 from revode.training.resuming import Source, find_source
-from revode.training.runs import CONFIG, METRICS, MetricsLog, check_vacant, locked, remove_run, vacant_folder
+from revode.training.runs import CONFIG, METRICS, MetricsLog, check_vacant, remove_run, vacant_folder
 
 
 def train(

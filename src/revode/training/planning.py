@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from revode.engine import STRATEGIES, ReversibleSequence
+from revode.files import human_bytes, human_time
 
 _LONG = 10.0
 """Seconds of a step beside which preparing its kernels does not count."""
@@ -204,21 +205,3 @@ def _flops(model: nn.Module, image: Tensor) -> int:
     with FlopCounterMode(display=False) as counter:
         model(torch.zeros_like(image))
     return counter.get_total_flops()
-
-
-def human_bytes(count: float) -> str:
-    """A number of bytes as kB, MB or GB."""
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} GB"
-
-
-def human_time(seconds: float) -> str:
-    """A duration as s, min or h."""
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    if seconds < 6000:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h"

@@ -7,7 +7,7 @@ import sys
 import time
 from typing import Any
 
-from revode.training.planning import human_bytes, human_time
+from revode.files import human_bytes, human_time
 
 _QUIET_SECONDS = 10.0
 """Plain lines come no more often than this."""

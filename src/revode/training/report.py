@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from revode import data
+from revode.files import human_bytes, human_time
 from revode.page import Page, preformatted
 from revode.training import figures
 from revode.training.depth import UnitProfile, depth_profile
-from revode.training.planning import human_bytes, human_time
 from revode.training.runs import REPORT, existing_run, read_metrics
 from revode.training.scoring import Run, images_as_seen, load_run
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from revode.training.checkpoint import BEST, read_checkpoint, read_newest, write_atomically
+from revode.files import read_json, write_atomically
+from revode.training.checkpoint import BEST, read_checkpoint, read_newest
 from revode.training.config import Config
-from revode.training.runs import CONFIG, METRICS, RESULT, read_json
+from revode.training.runs import CONFIG, METRICS, RESULT
 from revode.training.settings import LEAVES, flatten, from_leaves, read_yaml
 
 _FREE = frozenset(

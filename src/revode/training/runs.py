@@ -8,11 +8,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from revode.training.checkpoint import BEST, LAST, PREVIOUS, write_atomically
+from revode.training.checkpoint import BEST, LAST, PREVIOUS
 
 CONFIG, METRICS, RESULT, WEIGHTS, REPORT = (
     "config.yaml",
@@ -25,7 +24,6 @@ FILES = (CONFIG, METRICS, RESULT, LAST, PREVIOUS, BEST, WEIGHTS, REPORT, "plan.j
 """What a run writes."""
 _DERIVED = ("model.onnx", "stability.html", "stability.json", "events.out.tfevents.*")
 """What ``export``, ``analyze`` and ``--tensorboard`` add by default: of the same network, so it goes with it."""
-_LOCK = ".lock"
 
 
 def holds_run(folder: Path) -> bool:
@@ -51,45 +49,6 @@ def vacant_folder(stem: Path) -> Path:
         number += 1
         candidate = stem.with_name(f"{stem.name}-{number}")
     return candidate
-
-
-@contextlib.contextmanager
-def locked(folder: Path, flag: str = "--out") -> Iterator[None]:
-    """Create `folder` and be its only writer until the end. The lock dies with the process, however that ends.
-
-    Args:
-        folder: The directory.
-        flag: How the user gives another one.
-
-    Raises:
-        ValueError: Another process writes it, or it cannot be written.
-    """
-    try:
-        import fcntl
-    except ImportError as error:
-        raise ValueError(
-            "run directories need file locks as Linux and macOS have them; this system has none"
-        ) from error
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError as error:
-        raise ValueError(f"cannot write to {folder} ({error.strerror}); give another {flag}") from error
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            owner = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
-            raise ValueError(
-                f"another process{f' ({owner})' if owner else ''} is working in {folder}; wait for it, stop it, "
-                f"or give another {flag}"
-            ) from error
-        with contextlib.suppress(OSError):
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, str(os.getpid()).encode(), 0)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def remove_run(folder: Path) -> None:
@@ -143,21 +102,6 @@ class MetricsLog:
         """Close the file."""
         with contextlib.suppress(OSError):  # what could not be written was reported when it was
             self._stream.close()
-
-
-def write_json(path: Path, values: Any) -> None:
-    """Write `values` as indented JSON, atomically."""
-    write_atomically(path, json.dumps(values, indent=2, allow_nan=False) + "\n")
-
-
-def read_json(path: Path) -> Any:
-    """The values in `path`, or None if it does not exist."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is damaged ({error}); the run is best trained again") from error
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:

@@ -10,13 +10,14 @@ import torch
 from torch import nn
 
 from revode import data
+from revode.files import read_json
 from revode.networks.files import load
 from revode.training.checkpoint import read_newest
 from revode.training.config import Config
 from revode.training.distributed import Group, choose_device
 from revode.training.evaluation import Score, evaluate
 from revode.training.job import build_model
-from revode.training.runs import CONFIG, RESULT, WEIGHTS, existing_run, read_json
+from revode.training.runs import CONFIG, RESULT, WEIGHTS, existing_run
 from revode.training.settings import from_leaves, read_yaml
 
 

@@ -1,0 +1,231 @@
+"""Small tools that every room needs, each in one place: whole files, locks, nearest names, units, the machine.
+
+Nothing heavy is imported at the top, so that ``--help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+_LOCK = ".lock"
+
+
+def write_atomically(path: Path, data: str | bytes | memoryview, keep_as: Path | None = None) -> None:
+    """Put `data` at `path`: afterwards it is all there, even after a power cut, or nothing has changed.
+
+    Args:
+        path: Where to.
+        data: Text (written as UTF-8) or bytes.
+        keep_as: A second name that the file now at `path` keeps.
+
+    Raises:
+        ValueError: The file cannot be written; what stood there before still does.
+    """
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with open(unfinished, "wb") as stream:
+            stream.write(data.encode() if isinstance(data, str) else data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        if keep_as is not None and path.exists():
+            _keep(path, keep_as)
+        os.replace(unfinished, path)
+        _sync_directory(path.parent)
+    except OSError as error:
+        raise unwritable(path, error) from error
+    finally:
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+
+
+def unwritable(path: Path, error: Exception) -> ValueError:
+    """The error for a file that cannot be written, in one sentence."""
+    reason = getattr(error, "strerror", None) or error
+    return ValueError(f"cannot write {path} ({reason}); what was there before is intact: make room, or write elsewhere")
+
+
+def _keep(path: Path, keep_as: Path) -> None:
+    """Give the file at `path` the second name `keep_as` without a moment in which neither exists."""
+    link = keep_as.with_name(f".{keep_as.name}.{os.getpid()}.part")
+    link.unlink(missing_ok=True)
+    try:
+        os.link(path, link)
+    except OSError:  # a file system without links: two renames, with a moment in which only `keep_as` is there
+        os.replace(path, keep_as)
+        return
+    try:
+        os.replace(link, keep_as)
+    finally:
+        link.unlink(missing_ok=True)
+
+
+def _sync_directory(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError:  # some network file systems cannot
+        pass
+    finally:
+        os.close(descriptor)
+
+
+def write_json(path: Path, values: Any) -> None:
+    """Write `values` as indented JSON, atomically."""
+    write_atomically(path, json.dumps(values, indent=2, allow_nan=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """The values in `path`, or None if it does not exist."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is damaged ({error}); delete it and run the command again") from error
+
+
+@contextlib.contextmanager
+def locked(folder: Path, flag: str = "--out") -> Iterator[None]:
+    """Create `folder` and be its only writer until the end. The lock dies with the process, however that ends.
+
+    Args:
+        folder: The directory.
+        flag: How the user gives another one.
+
+    Raises:
+        ValueError: Another process writes it, or it cannot be written.
+    """
+    from filelock import FileLock, Timeout
+
+    path = folder / _LOCK
+    lock = FileLock(path, timeout=0, mode=0o666 & ~umask())
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except Timeout as error:
+        owner = path.read_text(errors="replace").strip()
+        raise ValueError(
+            f"another process{f' ({owner})' if owner else ''} is working in {folder}; wait for it, stop it, "
+            f"or give another {flag}"
+        ) from error
+    except OSError as error:
+        raise ValueError(f"cannot write to {folder} ({error.strerror}); give another {flag}") from error
+    try:
+        with contextlib.suppress(OSError):
+            path.write_text(str(os.getpid()))
+        yield
+    finally:
+        lock.release()
+
+
+def umask() -> int:
+    """The process's file mode mask; it can only be read by setting it."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def unknown(kind: str, name: str, choices: Iterable[str], way_out: str = "") -> ValueError:
+    """The error for a name that does not exist: one sentence with the nearest names and the way out.
+
+    Args:
+        kind: What was named, as ``"data set"``.
+        name: The name.
+        choices: The names that exist.
+        way_out: Where all names are found; unless given, they are listed.
+    """
+    choices = list(choices)
+    near = nearest(name, choices)
+    hint = f"; nearest: {', '.join(near)}" if near else ""
+    way_out = way_out or f"choose one of {', '.join(choices)}"
+    return ValueError(f"unknown {kind} {name!r}{hint}; {way_out}")
+
+
+def nearest(name: str, choices: Iterable[str]) -> list[str]:
+    """Up to three of the choices that look like `name`, the most similar first."""
+    return difflib.get_close_matches(name, list(choices), n=3, cutoff=0.5)
+
+
+def human_bytes(count: float) -> str:
+    """A number of bytes with three digits, as B, kB, MB or GB."""
+    for unit in ("B", "kB", "MB"):
+        if count < 999.5:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} GB"
+
+
+def human_time(seconds: float) -> str:
+    """A duration as s, min or h."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    if seconds < 6000:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"
+
+
+def versions() -> dict[str, str]:
+    """Name -> version of what computes."""
+    import numpy
+    import torch
+
+    import revode
+
+    return {
+        "revode": revode.__version__,
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def machine(device: Any = "cpu") -> dict[str, Any]:
+    """The hardware that computes on `device`, in words and numbers."""
+    import torch
+
+    found = {
+        "system": f"{platform.system()} {platform.machine()}",
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "device": str(device),
+    }
+    if torch.device(device).type == "cuda":
+        found["gpu"] = torch.cuda.get_device_name(device)
+    return found
+
+
+def processor() -> str:
+    """The CPU's name, its widest vector instructions and the memory, as far as the system tells."""
+    import torch
+
+    name, memory = platform.processor() or platform.machine(), ""
+    with contextlib.suppress(OSError, ValueError):
+        pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+        memory = f", {pages * size / 1e9:.0f} GB of memory"
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
+    return f"{name} ({torch.backends.cpu.get_cpu_capability()}){memory}"
+
+
+def commit() -> str | None:
+    """The commit of this source tree, with ``-dirty`` if files differ from it; None outside a repository."""
+    here = Path(__file__).resolve()
+    try:
+        # An installed copy may lie in some other project's repository, whose commit would say nothing about it.
+        _git(here.parent, "ls-files", "--error-unmatch", here.name)
+        return _git(here.parent, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*") or None
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(folder), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
