@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from revode.data.layouts import LAYOUTS, DataFile, Layout
+from revode.data.catalogue import LAYOUTS, DataFile, Layout
 
 IMAGES_PER_FILE = 20
 

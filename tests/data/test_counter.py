@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from revode.data.counter import _GAMMA, _mix, permutation, random_bits, stream_key
+from revode.data.batches import _GAMMA, _mix, permutation, random_bits, stream_key
 
 MASK = (1 << 64) - 1
 

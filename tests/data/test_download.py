@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from revode.data import DownloadError, load
-from revode.data.download import download, fetch_official, unpack
-from revode.data.layouts import LAYOUTS, Layout
+from revode.data.catalogue import LAYOUTS, Layout
+from revode.data.fetch import download, fetch_official, unpack
 
 
 @dataclasses.dataclass
@@ -108,7 +108,7 @@ def test_a_download_appears_complete_and_alone(site: Site, tmp_path: Path) -> No
     assert (tmp_path / "file").read_bytes() == BODY
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     assert site.ranges == [None]
-    assert lines == ["file: 0 of 0 MB"]
+    assert lines == ["file: 10.2 kB of 10.2 kB"]
 
 
 def test_a_complete_file_is_not_fetched_again(site: Site, tmp_path: Path) -> None:
@@ -228,7 +228,10 @@ def test_a_full_disk_while_unpacking_leaves_no_half_file(site: Site, tmp_path: P
     layout = offer(site, layout, official_members(layout, contents))
     archive = tmp_path / "archive.tar.gz"
     archive.write_bytes(site.body)
-    with files_limited_to(10_000), pytest.raises(ValueError, match=r"data_batch_1.bin .*nothing was left half-written"):
+    with (
+        files_limited_to(10_000),
+        pytest.raises(ValueError, match=r"data_batch_1.bin .*what was there before is intact"),
+    ):
         unpack(archive, layout, tmp_path)
     assert list((tmp_path / layout.folder).iterdir()) == []
     fetch_official(layout, tmp_path, quiet)

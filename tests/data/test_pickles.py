@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from revode.data import load
-from revode.data.layouts import LAYOUTS, Layout
-from revode.data.pickles import load_plain
+from revode.data.catalogue import LAYOUTS, Layout
+from revode.data.files import load_plain
 
 Tiny = Callable[[str], tuple[Layout, dict[str, bytes]]]
 

@@ -9,14 +9,10 @@ Order and augmentation are pure functions of (seed, epoch, index): the same for 
 batches, and after a resume in mid-epoch.
 """
 
-from revode.data.acquisition import SOURCES, check, get
-from revode.data.augmentation import augment, draw, standardise
-from revode.data.catalogue import INFOS, DatasetInfo, describe
-from revode.data.download import DownloadError
-from revode.data.layouts import data_root
-from revode.data.loading import load
-from revode.data.sampling import batches, evaluation_batches, num_batches
-from revode.data.splits import Dataset, Split, hold_out, subset
+from revode.data.batches import augment, batches, draw, evaluation_batches, num_batches, standardise
+from revode.data.catalogue import INFOS, DatasetInfo, data_root, describe
+from revode.data.fetch import SOURCES, DownloadError, check, get
+from revode.data.sets import Dataset, Split, hold_out, load, subset
 
 __all__ = [
     "INFOS",

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from revode.data.layouts import LAYOUTS, data_root
+from revode.data.catalogue import LAYOUTS, data_root
 from revode.experiments.catalogue import BUDGETS
 from revode.experiments.item import Item, Outcome, Scope
 from revode.experiments.task import Place, TaskFailed
