@@ -108,3 +108,35 @@ def test_a_missing_file_and_a_foreign_model_are_named(tmp_path):
         revode.load(tmp_path / "none")
     with pytest.raises(ValueError, match=r"save takes a network of revode\.create_model, got Linear"):
         revode.save(torch.nn.Linear(2, 2), tmp_path / "net")  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A package that comes with weights of hamiltonian-26 for the digits."""
+    monkeypatch.setattr(files, "PRETRAINED", tmp_path)
+    model = revode.create_model("hamiltonian-26", norm="batch", h=0.5, num_classes=4)
+    revode.save(model, tmp_path / "hamiltonian-26-digits.safetensors")
+    return model.eval()
+
+
+def test_a_pretrained_network_has_its_weights_and_its_own_options(package):
+    found = revode.create_model("hamiltonian-26", pretrained="digits")
+    assert found.config == package.config
+    x = images(package, dtype=torch.float32)
+    assert torch.equal(found.eval()(x), package(x))
+
+
+def test_the_strategy_of_a_pretrained_network_is_free(package):
+    found = revode.create_model("hamiltonian-26", pretrained="digits", backprop="store", num_classes=4, h=0.5)
+    assert found.config.backprop == "store"
+
+
+@pytest.mark.parametrize("option", [{"h": 0.1}, {"norm": "none"}, {"num_classes": 10}, {"horizon": 1.0}])
+def test_options_that_contradict_trained_weights_are_refused(package, option):
+    with pytest.raises(ValueError, match="were trained with"):
+        revode.create_model("hamiltonian-26", pretrained="digits", **option)
+
+
+def test_absent_weights_are_named_with_those_that_are_there(package):
+    with pytest.raises(ValueError, match="there are: hamiltonian-26-digits"):
+        revode.create_model("hamiltonian-74", pretrained="cifar10")

@@ -79,6 +79,15 @@ def test_resnet_convolutions_have_no_bias_and_the_first_branch_no_leading_norm()
     assert model.sequences() == model.units() == []
 
 
+def test_a_resnet_can_have_biases_in_place_of_its_blocks_norms():
+    model = revode.create_model("resnet-8", norm="none")
+    kinds = {type(part).__name__ for part in model.stages.modules()}
+    assert "Bias" in kinds
+    assert "BatchNorm2d" not in kinds
+    model(torch.randn(2, 3, 8, 8)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
 def test_revnet_strided_block_maps_the_halves():
     torch.manual_seed(0)
     block = StridedBlock(8, 12, "batch", "relu").eval()

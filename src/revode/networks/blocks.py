@@ -183,7 +183,7 @@ class PreActivation(nn.Module):
         out_channels: channels of its output; ``in_channels`` unless given.
         stride: of the first convolution.
         leading: whether the first norm and σ are there; the very first branch of a network has neither.
-        norm: ``"batch"`` or ``"tv"``.
+        norm: ``"none"`` (a bias), ``"batch"`` or ``"tv"``.
         activation: σ by name.
         ndim: spatial dimensions.
     """

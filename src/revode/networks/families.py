@@ -188,7 +188,6 @@ register_family(
         name="resnet",
         block=_resnet,
         layers_per_block=2,
-        norms=("batch", "tv"),
         transition="none",
         channels=lambda layers: (16, 32, 64),
     )

@@ -19,6 +19,10 @@ from revode.networks.config import NetworkConfig
 
 FORMAT = "revode-network-1"
 """What the file says it is; the number rises when older versions cannot read it."""
+PRETRAINED = Path(__file__).parent / "pretrained"
+"""Weights that come with the package, as ``<network>-<data set>.safetensors``."""
+FREE_OPTIONS = ("backprop", "exact", "anchor_every", "memory_budget")
+"""How gradients are computed: what trained weights leave open."""
 
 
 def save(model: StagedClassifier, path: str | os.PathLike[str]) -> None:
@@ -64,6 +68,31 @@ def load(path: str | os.PathLike[str], **options: Any) -> StagedClassifier:
         model = build(config.with_options(**options))
     _fill(model, tensors, target)
     return model
+
+
+def load_pretrained(name: str, dataset: str, **options: Any) -> StagedClassifier:
+    """The network `name` with the weights that were trained on `dataset` and come with the package.
+
+    Args:
+        name: a named network.
+        dataset: what it was trained on.
+        options: `FREE_OPTIONS`, or what the weights were trained with; anything else is refused.
+    """
+    path = PRETRAINED / f"{name}-{dataset}.safetensors"
+    if not path.exists():
+        there = ", ".join(sorted(found.stem for found in PRETRAINED.glob("*.safetensors"))) or "none"
+        raise ValueError(
+            f"no weights of {name} for {dataset} come with the package; there are: {there}. Train it with `revode train {name}`"
+        )
+    config = _read(path)[0]
+    wanted = config.with_options(**options)
+    for option in options:
+        own, asked = getattr(config, option), getattr(wanted, option)
+        if option not in FREE_OPTIONS and asked != own:
+            raise ValueError(
+                f"the weights of {name} for {dataset} were trained with {option}={own}, got {option}={asked}; leave it out"
+            )
+    return load(path, **options)
 
 
 def _umask() -> int:

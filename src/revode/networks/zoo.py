@@ -11,6 +11,7 @@ from typing import Any
 from revode.networks.classifier import StagedClassifier, build
 from revode.networks.config import NetworkConfig
 from revode.networks.families import FAMILIES, Family
+from revode.networks.files import load_pretrained
 
 Recipe = Callable[[], NetworkConfig]
 
@@ -90,16 +91,19 @@ def model_config(name: str, **options: Any) -> NetworkConfig:
     return _find(name).with_options(**options)
 
 
-def create_model(name: str, **options: Any) -> StagedClassifier:
-    """Build a network by name, with fresh weights.
+def create_model(name: str, *, pretrained: str | None = None, **options: Any) -> StagedClassifier:
+    """Build a network by name, with fresh weights or with trained ones.
 
     Args:
         name: one of `list_models()`, or ``<family>-<layers>`` for any depth that fits the family, with ``-stl`` behind it
             for 96x96 images.
+        pretrained: a data set, to take the weights that come with the package; they bring their own norm and h.
         options: ``num_classes``, ``in_channels``, ``image_size``, ``blocks``, ``channels``, ``activation``, ``norm``; of
             reversible networks also ``backprop``, ``exact``, ``anchor_every``, ``memory_budget``, ``damping``; of ODE
             networks also ``h`` or ``horizon``, ``init``, ``start``, ``transition``. See `OdeConfig`.
     """
+    if pretrained is not None:
+        return load_pretrained(name, pretrained, **options)
     return build(model_config(name, **options))
 
 
