@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from revode.networks import zoo
+
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
 
@@ -21,6 +23,7 @@ def python_blocks(page: str) -> list[str]:
 @pytest.mark.parametrize("page", PAGES)
 def test_the_examples_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(zoo, "_RECIPES", dict(zoo._RECIPES))  # a network that a page registers is gone after it
     namespace: dict[str, object] = {"__name__": "__main__"}
     for number, block in enumerate(python_blocks(page)):
         torch.manual_seed(number)
