@@ -42,7 +42,8 @@ bench: $(READY) $(PEERS)/.ready  ## time, memory and gradient error beside other
 	$(BIN)/revode bench $(ARGS)
 
 bench-docs: $(READY) $(PEERS)/.ready  ## measure everything and rewrite docs/benchmarks.md, about 20 minutes on an idle machine
-	$(BIN)/revode bench --out docs --markdown $(ARGS)
+	$(BIN)/revode bench --extra --out docs $(ARGS)
+	$(BIN)/python benchmarks/page.py docs
 
 clean:
 	rm -rf $(VENV) build runs .hypothesis .ruff_cache

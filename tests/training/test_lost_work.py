@@ -11,7 +11,7 @@ import torch
 from tiny_runs import FLAGS, command, read_rows, tiny
 
 from revode.data import load
-from revode.experiments.task import Place, TaskFailed
+from revode.reproduce.task import Setup, TaskFailed
 from revode.training import Diverged, configure, train
 from revode.training.interruption import Interrupted, Interruption
 from revode.training.job import Job
@@ -198,17 +198,17 @@ def test_a_signal_that_comes_too_late_to_stop_a_run_still_acts():
 
 class TestReproduction:
     def run_of(self, tmp_path):
-        from revode.experiments.training_run import TrainingRun
+        from revode.reproduce.training import TrainingRun
 
         options = {"blocks": [1, 1], "channels": [4, 8]}
         settings = {"epochs": None, "max_steps": 4, "batch_size": 16, "checkpoint_every": 1, "report": False}
         run = TrainingRun(
             model="hamiltonian-digits", dataset="digits", recipe="digits", options=options, settings=settings
         )
-        return run, Place(tmp_path, threads=1)
+        return run, Setup(tmp_path, threads=1)
 
     def test_what_is_measured_on_a_training_waits_for_its_end(self, tmp_path):
-        from revode.experiments.depth_1202 import OverDepth
+        from revode.reproduce.depth import OverDepth
 
         run, place = self.run_of(tmp_path)
         with pytest.raises(TaskFailed, match="no result"):
@@ -218,7 +218,7 @@ class TestReproduction:
 
     def test_a_stopped_training_goes_on_with_the_data_where_they_are_now(self, tmp_path, monkeypatch):
         run, place = self.run_of(tmp_path)
-        config = run.config(Place(tmp_path, data_root="/old/place", threads=1))
+        config = run.config(Setup(tmp_path, data_root="/old/place", threads=1))
 
         class Stop(Exception):
             pass
@@ -232,6 +232,6 @@ class TestReproduction:
         with pytest.raises(Stop):
             train(configure_with_monitor, place.folder(run), monitors=[StopAt()])
         assert load("digits")
-        result = run.execute(Place(tmp_path, data_root="/new/place", threads=1))
+        result = run.execute(Setup(tmp_path, data_root="/new/place", threads=1))
         assert result["steps"] == 4
         assert "data_root: /new/place" in (place.folder(run) / "config.yaml").read_text()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from revode.commands import check_folder, use_threads
-from revode.experiments.catalogue import BUDGETS, ITEMS
+from revode.reproduce.catalogue import BUDGETS, ITEMS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,10 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Complete the item's tasks; 0 when all are done, 3 if one failed, 130 or 143 when a signal stopped it."""
-    from revode.experiments.catalogue import find_item
-    from revode.experiments.estimates import listing
-    from revode.experiments.reproduction import make_scope, reproduce
-    from revode.experiments.task import HOME, Place
+    from revode.reproduce.catalogue import find_item
+    from revode.reproduce.estimates import listing
+    from revode.reproduce.run import make_scope, reproduce
+    from revode.reproduce.task import HOME, Setup
     from revode.training.interruption import Interrupted
 
     if args.processes < 1:
@@ -65,14 +65,14 @@ def run(args: argparse.Namespace) -> int:
     check_folder(args.out)
     item, scope = find_item(args.item), make_scope(args.budget, args.seeds, args.data_root)
     home = Path(args.runs) if args.runs else HOME
-    place = Place(home, args.data_root, args.threads, args.processes, args.autocast)
+    setup = Setup(home, args.data_root, args.threads, args.processes, args.autocast)
     if args.dry_run:
         print(f"{item.title}\n{item.budget_note(scope)}")
-        print("\n".join(listing(item.tasks(scope), place)))
+        print("\n".join(listing(item.tasks(scope), setup)))
         return 0
     try:
         with _terminable():
-            found = reproduce(item, scope, place, Path(args.out) if args.out else None)
+            found = reproduce(item, scope, setup, Path(args.out) if args.out else None)
     except Interrupted as error:
         print(f"{error}; the same command goes on from there", flush=True)
         return error.exit_code

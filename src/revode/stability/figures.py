@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from revode.page import COLOURS, INK, chart_style, svg
+from revode.charts import COLOURS, INK, chart_style, svg
 from revode.stability.analysis import Analysis
 from revode.stability.propagation import Sensitivity
 from revode.stability.reversibility import LinearRevNet

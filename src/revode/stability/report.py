@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from revode.page import Page, preformatted
+from revode.page import Page
 from revode.stability import figures
 from revode.stability.analysis import Analysis
 from revode.stability.reversibility import LinearRevNet, linear_revnet
@@ -193,9 +193,7 @@ def _numbers_section(page: Page, analyses: Sequence[Analysis]) -> None:
     page.heading("Numbers")
     for analysis in analyses:
         short = {name: value for name, value in analysis.to_dict().items() if not isinstance(value, list)}
-        page.details(
-            f"{analysis.name}, measured in {analysis.seconds:.0f} s", preformatted(json.dumps(short, indent=1))
-        )
+        page.details(f"{analysis.name}, measured in {analysis.seconds:.0f} s", json.dumps(short, indent=1))
     calibrated = [f"{a.num_calibrated} of {a.name}" for a in analyses if a.num_calibrated]
     if calibrated:
         page.text(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy
 from torch import Tensor
 
-from revode.page import INK, chart_style, svg
+from revode.charts import INK, chart_style, svg
 from revode.training.depth import UnitProfile
 
 _STRATEGY_COLOURS = {"reversible": "C2", "checkpoint": "C1", "store": "C0"}

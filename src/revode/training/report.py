@@ -11,7 +11,7 @@ import torch
 
 from revode import data
 from revode.files import human_bytes, human_time
-from revode.page import Page, preformatted
+from revode.page import Page
 from revode.training import figures
 from revode.training.depth import UnitProfile, depth_profile
 from revode.training.runs import REPORT, existing_run, read_metrics
@@ -202,7 +202,7 @@ def _mistakes(page: Page, run: Run, dataset: data.Dataset) -> None:
 
 def _settings(page: Page, run: Run) -> None:
     page.heading("Configuration and environment")
-    page.details("Configuration", preformatted(run.config.to_yaml()))
+    page.details("Configuration", run.config.to_yaml())
     result = run.result
     if result:
         facts = {**result["versions"], **result["machine"], "processes": result["num_processes"]}
@@ -213,5 +213,5 @@ def _settings(page: Page, run: Run) -> None:
         shown = {key: value for key, value in result.items() if key != "confusion"}
         page.details(
             f"result.json (without the confusion matrix), {os.path.basename(run.folder)}",
-            preformatted(json.dumps(shown, indent=2)),
+            json.dumps(shown, indent=2),
         )

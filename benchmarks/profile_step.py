@@ -1,0 +1,105 @@
+"""Where the time of a step goes: convolutions, pointwise work, reductions, copies, allocation, and the rest in Python.
+
+.venv/bin/python benchmarks/profile_step.py stage-32x32 revode
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from revode.bench.cases import Case
+from revode.bench.measure import clock
+from revode.bench.methods import find as find_methods
+from revode.bench.workloads import find as find_workloads
+
+KINDS: dict[str, str] = {
+    "convolutions": r"conv",
+    "matrix products": r"^(b|add|badd)?mm$|linear|attention",
+    "allocation": r"empty|resize|zeros|^zero_$|^fill_$|ones",
+    "copies": r"copy|clone|contiguous|^cat$|^to$|flip|stack",
+    "reductions": r"^(sum|mean|norm)|batch_norm|layer_norm",
+    "views": r"view|strided|transpose|permute|detach|slice|select|narrow|split|chunk|alias|expand|reshape|^t$",
+}
+"""Kind -> what the names of its operations look like, the first match counts; the rest is pointwise."""
+REST = "Python and autograd"
+
+
+@dataclass(frozen=True)
+class Share:
+    """One kind of work in a step: seconds, calls, and its heaviest operation."""
+
+    kind: str
+    seconds: float
+    calls: float
+    heaviest: str
+
+
+def profile_step(case: Case, repeats: int = 3) -> tuple[float, list[Share]]:
+    """Seconds of an undisturbed step, and the shares of a profiled one scaled to it.
+
+    Args:
+        case: what to run.
+        repeats: steps to average over.
+    """
+    case.step()
+    seconds = min(clock(case.step) for _ in range(repeats))
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
+        for _ in range(repeats):
+            case.step()
+    events = [event for event in profiler.key_averages() if event.key.startswith(("aten::", "mkldnn"))]
+    shares = _shares(events, repeats)
+    work = sum(share.seconds for share in shares)
+    rest = max(0.0, seconds - work)
+    shares.append(Share(REST, rest, 0.0, "what no operation accounts for"))
+    return max(seconds, work), sorted(shares, key=lambda share: -share.seconds)
+
+
+def _shares(events: Iterable[Any], repeats: int) -> list[Share]:
+    groups: dict[str, list[Any]] = {}
+    for event in events:
+        groups.setdefault(kind_of(event.key), []).append(event)
+    found = []
+    for kind, members in groups.items():
+        heaviest = max(members, key=lambda event: event.self_cpu_time_total)
+        total = sum(event.self_cpu_time_total for event in members) * 1e-6 / repeats
+        found.append(Share(kind, total, sum(event.count for event in members) / repeats, heaviest.key))
+    return found
+
+
+def kind_of(operation: str) -> str:
+    """Which of the kinds an operation such as ``aten::mkldnn_convolution`` belongs to."""
+    name = operation.split("::")[-1].lstrip("_")
+    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name)), "pointwise")
+
+
+def text(case: Case, seconds: float, shares: Iterable[Share]) -> str:
+    """The table, in 80 columns."""
+    line = "{:<22}{:>9}{:>7}{:>9}  {}"
+    threads = torch.get_num_threads()
+    lines = [
+        f"{case.workload.name} by {case.method.name}: {seconds * 1e3:.1f} ms a step on {threads} threads",
+        line.format("kind", "ms", "share", "calls", "heaviest operation"),
+    ]
+    for share in shares:
+        calls = f"{share.calls:.0f}" if share.calls else ""
+        part = f"{share.seconds / seconds:.0%}"
+        lines.append(line.format(share.kind, f"{share.seconds * 1e3:.2f}", part, calls, share.heaviest)[:80].rstrip())
+    return "\n".join(lines)
+
+
+def main(workload: str, *methods: str) -> None:
+    """Print the table of a workload by each method."""
+    for method in find_methods(methods or ["revode"]):
+        case = Case(find_workloads([workload])[0], method)
+        print(text(case, *profile_step(case)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

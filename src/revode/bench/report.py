@@ -1,0 +1,146 @@
+"""Rows as text in 80 columns, as JSON, and as figures; with the conditions that they were measured under."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from revode import __version__, charts
+from revode.bench import methods, peers
+from revode.bench.measure import Row, Settings
+from revode.bench.workloads import DEPTHS, WORKLOADS
+from revode.files import human_bytes, processor, write_atomically
+
+HEADER = ("method", "ms", "quartiles", "/store", "saved", "peak", "error", "floor")
+LEGEND = (
+    "ms: median of a step, and its quartiles; /store: over store-everything's\n"
+    "saved, peak: bytes kept for backward, and resident in a fresh process\n"
+    "error: of the gradient, against fp64; floor: bare convolutions over the step"
+)
+_LINE = "{:<18}{:>8}{:>15}{:>7}{:>9}{:>9}{:>8}{:>6}"
+
+
+def conditions(settings: Settings) -> dict[str, str]:
+    """What a reader must know to compare: processor, threads, versions, load, date."""
+    found = {
+        "date": time.strftime("%Y-%m-%d"),
+        "processor": processor(),
+        "cores": str(os.cpu_count()),
+        "threads": str(settings.threads),
+        "layout": settings.layout,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "revode": __version__,
+    }
+    if hasattr(os, "getloadavg"):
+        found["load before"] = f"{os.getloadavg()[0]:.1f}"
+    return found | {name: peers.version(name) for name in methods.PEERS}
+
+
+def text(rows: Sequence[Row]) -> str:
+    """A table for each workload."""
+    blocks = []
+    for name in workloads_of(rows):
+        own = [row for row in rows if row.workload == name]
+        title = f"{name}: {WORKLOADS[name].title}" if name in WORKLOADS else name
+        head = [title, f"batch {own[0].batch}, {own[0].repeats} repetitions", _LINE.format(*HEADER)]
+        blocks.append("\n".join([*head, *(_LINE.format(*cells(row)).rstrip() for row in own)]))
+    return "\n\n".join([*blocks, LEGEND])
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """What each column of `HEADER` says."""
+    return (
+        row.method,
+        milliseconds(row.seconds),
+        f"{milliseconds(row.seconds_low)}-{milliseconds(row.seconds_high)}",
+        f"{row.ratio_to_store:.2f}",
+        human_bytes(row.saved_bytes),
+        human_bytes(row.peak_bytes),
+        f"{row.grad_error:.0e}",
+        f"{row.roofline:.2f}",
+    )
+
+
+def milliseconds(seconds: float) -> str:
+    """Three figures or more."""
+    value = seconds * 1e3
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def workloads_of(rows: Iterable[Row]) -> list[str]:
+    """The names, in the order of the rows."""
+    return list(dict.fromkeys(row.workload for row in rows))
+
+
+def write(rows: Sequence[Row], facts: dict[str, str], folder: Path) -> list[Path]:
+    """Write benchmarks.json and every figure that the rows suffice for, and say where they went.
+
+    Args:
+        rows: the measurements.
+        facts: machine and versions.
+        folder: where the files go; figures in a folder of that name below it.
+    """
+    (folder / "figures").mkdir(parents=True, exist_ok=True)
+    written = [folder / "benchmarks.json"]
+    content: dict[str, Any] = {"conditions": facts, "rows": [row.to_dict() for row in rows]}
+    write_atomically(written[0], json.dumps(content, indent=1) + "\n")
+    for name, draw in FIGURES.items():
+        markup = draw(rows)
+        if markup is not None:
+            written.append(folder / "figures" / f"{name}.svg")
+            write_atomically(written[-1], charts.standalone(markup))
+    return written
+
+
+def read(path: Path) -> tuple[list[Row], dict[str, str]]:
+    """Rows and conditions of a benchmarks.json."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return [Row(**row) for row in content["rows"]], content["conditions"]
+    except OSError as error:
+        raise ValueError(f"cannot read rows from {path}: {error.strerror}") from error
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a benchmarks.json of this version: {error}") from error
+
+
+def _memory_over_depth(rows: Sequence[Row]) -> str | None:
+    """Bytes kept, over blocks: lines for what runs at every depth, points for the peers."""
+    found = [row for row in rows if row.workload in DEPTHS]
+    if len({row.workload for row in found}) < 2:
+        return None
+    series = {
+        method: (
+            [DEPTHS[row.workload] for row in found if row.method == method],
+            [row.saved_bytes / 1e6 for row in found if row.method == method],
+        )
+        for method in dict.fromkeys(row.method for row in found)
+    }
+    label = "kept for backward, MB"
+    return charts.lines(series, "blocks", label, log_x=True, log_y=True, mark=True, points=methods.PEERS)
+
+
+def _time_over_memory(rows: Sequence[Row]) -> str | None:
+    """Time over bytes kept on hamiltonian-74; the memory budgets join revode to store."""
+    found = [row for row in rows if row.workload == "hamiltonian-74" and not methods.METHODS[row.method].compiled]
+    if len(found) < 2:
+        return None
+    ours = [row for row in found if row.method == "revode" or methods.METHODS[row.method].budget]
+    groups = {"revode, memory_budget": sorted(ours, key=lambda row: row.saved_bytes)}
+    groups |= {row.method: [row] for row in found if row not in ours}
+    series = {
+        name: ([row.saved_bytes / 1e6 for row in own], [row.seconds * 1e3 for row in own])
+        for name, own in groups.items()
+    }
+    return charts.lines(series, "kept for backward, MB", f"step of {found[0].batch} images, ms", mark=True)
+
+
+FIGURES = {"memory-over-depth": _memory_over_depth, "time-over-memory": _time_over_memory}
+"""Name -> the figure, or None where the rows do not suffice."""

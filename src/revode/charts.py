@@ -1,0 +1,241 @@
+"""Figures as SVG markup, all in one style: they read well on a light and on a dark page, in a column and on a phone.
+
+A chart is a function that draws on axes, under `chart`; what it returns is markup for `revode.page`, and `standalone` makes
+a file of it.
+
+    @chart()
+    def loss(axes, steps, losses):
+        axes.plot(steps, losses)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import io
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Concatenate, ParamSpec
+
+INK = "#7d7f84"
+"""Colour of axes and text in figures: mid-grey where a figure stands alone, the page's own text colour once inlined."""
+
+COLOURS = ("#2a86c8", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9")
+"""After Okabe and Ito's colour-blind-safe cycle; no yellow and no black, which vanish on a light or a dark page, and a blue
+light enough for the dark one."""
+
+MARKERS = ("o", "s", "^", "D", "v", "x")
+Points = tuple[Sequence[float], Sequence[float]]
+P = ParamSpec("P")
+
+
+@contextlib.contextmanager
+def chart_style() -> Iterator[None]:
+    """The style of all figures."""
+    import matplotlib
+    from cycler import cycler
+
+    settings: Any = {
+        "figure.figsize": (5.4, 3.3),
+        "figure.constrained_layout.use": True,
+        "figure.facecolor": "none",
+        "axes.facecolor": "none",
+        "savefig.facecolor": "none",
+        "legend.frameon": False,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "grid.alpha": 0.25,
+        "grid.linewidth": 0.6,
+        "lines.linewidth": 1.8,
+        "font.size": 11.0,
+        "axes.titlesize": 11.5,
+        "axes.prop_cycle": cycler(color=COLOURS),
+        "svg.fonttype": "none",
+        "svg.hashsalt": "revode",
+        **{f"{name}color": INK for name in ("text.", "axes.edge", "axes.label", "xtick.", "ytick.", "grid.")},
+    }
+    with matplotlib.rc_context(settings):
+        yield
+
+
+def chart(**options: Any) -> Callable[[Callable[Concatenate[Any, P], None]], Callable[P, str]]:
+    """Decorate a function that draws on axes: it then returns the figure's markup.
+
+    Args:
+        options: Of the figure, such as ``figsize``.
+    """
+
+    def decorate(draw: Callable[Concatenate[Any, P], None]) -> Callable[P, str]:
+        @functools.wraps(draw)
+        def drawn(*args: P.args, **kwargs: P.kwargs) -> str:
+            from matplotlib.figure import Figure
+
+            with chart_style():
+                figure = Figure(**options)
+                draw(figure.subplots(), *args, **kwargs)
+                return svg(figure)
+
+        return drawn
+
+    return decorate
+
+
+def svg(figure: Any) -> str:
+    """A matplotlib figure as SVG markup to stand inside a page.
+
+    The same figure always gives the same markup; its ids start with a digest of it, so that two figures on one page do not
+    refer to each other's parts.
+    """
+    stream = io.StringIO()
+    with chart_style():
+        figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None})
+    markup = stream.getvalue()
+    markup = markup[markup.index("<svg") :]
+    markup = re.sub(r"<metadata>.*?</metadata>", "", markup, flags=re.DOTALL)
+    # Its style applies to the whole page; the page has the same rule for figures only.
+    markup = re.sub(r"<style[^>]*>.*?</style>", "", markup, flags=re.DOTALL)
+    markup = re.sub(r'\sxmlns(:\w+)?="[^"]*"', "", markup)
+    markup = markup.replace(INK, "currentColor")
+    return prefix_ids(markup, f"s{hashlib.sha256(markup.encode()).hexdigest()[:8]}-").strip()
+
+
+def prefix_ids(markup: str, prefix: str) -> str:
+    """Put `prefix` before every id and every reference to one."""
+    return re.sub(r'(\bid="|url\(#|href="#)', lambda match: match[0] + prefix, markup)
+
+
+def standalone(markup: str) -> str:
+    """A chart as a file of its own: with the namespaces and the colour that a page would give it."""
+    names = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
+    look = f'color="{INK}" font-family="DejaVu Sans, Verdana, sans-serif" stroke-linejoin="round"'
+    return markup.replace("<svg ", f"<svg {names} {look} ", 1) + "\n"
+
+
+def look(index: int) -> dict[str, Any]:
+    """Colour and marker of the series at this index."""
+    return {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
+
+
+def plain_numbers(axis: Any, values: Sequence[float]) -> None:
+    """Write 0.02 and 50 on a logarithmic axis that spans little, and leave powers of ten where it spans much."""
+    from matplotlib.ticker import FuncFormatter
+
+    positive = [value for value in values if value > 0]
+    ratio = max(positive) / min(positive) if positive else 1.0
+    if ratio < 1e4:
+        short = FuncFormatter(lambda value, _: f"{value:g}")
+        axis.set_major_formatter(short)
+        axis.set_minor_formatter(short if ratio < 10 else "")
+
+
+def mark_values(axes: Any, values: Sequence[float]) -> None:
+    """Put a logarithmic x axis with these values, and no others, on it."""
+    from matplotlib.ticker import NullLocator
+
+    ticks = sorted(set(values))
+    if len(ticks) > 1:
+        axes.set_xscale("log")
+    axes.set_xticks(ticks, [f"{value:g}" for value in ticks], fontsize=9)
+    axes.xaxis.set_minor_locator(NullLocator())
+
+
+@chart()
+def lines(
+    axes: Any,
+    series: Mapping[str, Points],
+    xlabel: str,
+    ylabel: str,
+    *,
+    log_x: bool = False,
+    log_y: bool = False,
+    mark: bool = False,
+    errors: Mapping[str, Sequence[float]] | None = None,
+    points: Sequence[str] = (),
+) -> None:
+    """Curves by name.
+
+    Args:
+        axes: Where to draw.
+        series: Name -> x and y.
+        xlabel: Under the x axis.
+        ylabel: Beside the y axis.
+        log_x: Whether x is logarithmic, with a tick at each of its values.
+        log_y: Whether y is logarithmic.
+        mark: Whether every point has a marker.
+        errors: Name -> half the length of the bar at each point.
+        points: Names whose points are not joined.
+    """
+    for index, (name, (x, y)) in enumerate(series.items()):
+        style = look(index) | {"linestyle": "none" if name in points else "-" if index < len(COLOURS) else "--"}
+        style |= {"markersize": 4} if mark else {"marker": None}
+        axes.errorbar(x, y, yerr=(errors or {}).get(name), capsize=3 if errors else 0, label=name, **style)
+    axes.set(xlabel=xlabel, ylabel=ylabel)
+    if log_x:
+        mark_values(axes, [value for x, _ in series.values() for value in x])
+    if log_y:
+        axes.set_yscale("log")
+        plain_numbers(axes.yaxis, [value for _, y in series.values() for value in y])
+    if len(series) > 1:
+        axes.legend(fontsize="small", ncols=2 if len(series) > 6 else 1)
+
+
+@chart()
+def bars(
+    axes: Any,
+    values: Mapping[str, float],
+    label: str,
+    *,
+    unit: str = "",
+    highlight: str | None = None,
+    name: str = "",
+    deviations: Sequence[float] | None = None,
+    marks: Mapping[str, float] | None = None,
+    marks_name: str = "",
+    largest: float | None = None,
+) -> None:
+    """A bar for each name.
+
+    Args:
+        axes: Where to draw.
+        values: Name -> length.
+        label: Under the axis.
+        unit: Behind each number.
+        highlight: The bar in full colour, if the others are to be pale.
+        name: Of the bars, in the legend.
+        deviations: Half the length of an error bar at each.
+        marks: Name -> a value to mark beside the bar.
+        marks_name: Of the marks, in the legend.
+        largest: The end of the axis; a little beyond the longest bar unless given.
+    """
+    names, numbers = list(values), list(values.values())
+    axes.figure.set_size_inches(6.4, 0.9 + 0.36 * len(names) + (0.4 if marks else 0.0))
+    errors = list(deviations) if deviations and any(deviations) else None
+    drawn = axes.barh(names, numbers, xerr=errors, color=COLOURS[0], height=0.62, label=name or None, ecolor=INK)
+    for bar, own in zip(drawn, names, strict=True):
+        bar.set_alpha(1.0 if highlight in (None, own) else 0.45)
+    inside = {"label_type": "center", "color": "white", "fontsize": 9} if marks else {"padding": 4}
+    axes.bar_label(drawn, [f"{number:,.3g}{unit}" for number in numbers], **inside)
+    known = [own for own in names if own in (marks or {})]
+    if marks and known:
+        places = [marks[own] for own in known]
+        axes.plot(places, known, linestyle="none", marker="D", color=COLOURS[4], label=marks_name)
+    axes.set(xlabel=label, xlim=(0, largest or 1.2 * max(numbers)))
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    if name:
+        axes.figure.legend(fontsize="small", loc="outside lower center", ncols=2)
+
+
+@chart(figsize=(5.4, 3.8))
+def eigenvalues(axes: Any, series: Mapping[str, Points]) -> None:
+    """Clouds of eigenvalues in the complex plane, as real and imaginary parts."""
+    axes.axvline(0.0, color=INK, linewidth=0.8)
+    for index, (name, (real, imaginary)) in enumerate(series.items()):
+        axes.scatter(real, imaginary, s=14, linewidths=0.9, alpha=0.75, label=name, **look(index))
+    reach = max(abs(value) for real, _ in series.values() for value in real)
+    radius = max(abs(value) for _, imaginary in series.values() for value in imaginary)
+    wide = max(1.15 * reach, 0.25 * radius, 1e-9)
+    axes.set(xlabel="Re λ, 1/time", ylabel="Im λ, 1/time", xlim=(-wide, wide))
+    axes.legend(fontsize="small")

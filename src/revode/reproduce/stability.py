@@ -1,0 +1,137 @@
+"""The theory's claims, measured on the networks as they are initialised."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from revode import charts
+from revode.networks.families import FAMILIES
+from revode.reproduce.item import ABSENT, TINY, Chart, Findings, Item, Outcome, Scope, Table
+from revode.reproduce.task import Measurement, Setup, Task
+
+NETWORKS = {
+    "smoke": ("hamiltonian-74", "revnet-38"),
+    "cpu": ("hamiltonian-74", "hamiltonian-1layer-74", "midpoint-26", "leapfrog-26", "revnet-38"),
+    "paper": ("hamiltonian-218", "hamiltonian-1layer-74", "midpoint-62", "leapfrog-62", "revnet-110"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StabilityAnalysis(Measurement):
+    """Everything the stability lab says about a network with initial weights."""
+
+    model: str
+    dataset: str
+    num_images: int
+    seed: int = 0
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        return f"stability of {self.model} on {self.dataset}, seed {self.seed}"
+
+    def identity(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def flops(self) -> float:
+        from revode.reproduce.estimates import forward_flops
+
+        return 300 * self.num_images * forward_flops(self.model, self.dataset, self.options)
+
+    def measure(self, setup: Setup) -> dict[str, Any]:
+        from revode import create_model, data
+        from revode.stability import analyze
+        from revode.stability.figures import growth_over_depth
+
+        dataset = data.load(self.dataset, setup.data_root)
+        batch = dataset.split("test").take(torch.arange(self.num_images))
+        size = {"num_classes": dataset.num_classes, "in_channels": dataset.channels, "image_size": dataset.image_size}
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            model = create_model(self.model, **size, **self.options)
+        found = analyze(model, data.standardise(batch.images, dataset), batch.labels, seed=self.seed)
+        depths, growth = growth_over_depth(found.lyapunov)
+        values = torch.cat(list(found.spectra.values()))
+        wanted = (
+            "layers", "perturbation_growth", "lyapunov_exponents", "step_usage", "max_real_part", "spectral_radius",
+            "axis_distance", "signal_growth", "gradient_growth",
+        )  # fmt: skip
+        numbers = found.to_dict()
+        return {
+            **{name: numbers[name] for name in wanted},
+            "family": model.config.family,
+            "reconstruction_error": max(max(profile) for profile in found.profiles),
+            "eigenvalues": [values.real.tolist(), values.imag.tolist()],
+            "growth_over_depth": [list(depths), growth[:, 0].tolist()],
+        }
+
+
+def tasks(scope: Scope) -> list[Task]:
+    """One analysis for each family and seed."""
+    shared: dict[str, Any] = {"dataset": "cifar10", "num_images": 16}
+    if scope.budget == "smoke":
+        shared = {"dataset": "digits", "num_images": 2, "options": TINY}
+    names = NETWORKS[scope.budget]
+    return [StabilityAnalysis(model=name, seed=seed, **shared) for name in names for seed in scope.seeds()]
+
+
+def budget_note(scope: Scope) -> str:
+    """What the numbers are."""
+    if scope.budget == "smoke":
+        return "Smoke budget: networks of a few channels on two digits. The numbers mean little."
+    return "Networks with initial weights on 16 CIFAR-10 images. Nothing is trained."
+
+
+def findings(scope: Scope, outcomes: list[Outcome]) -> Findings:
+    """The claims beside what is measured; eigenvalues, growth, and the map of the linear RevNet."""
+    header = [
+        "network",
+        "layers",
+        "paper's theory",
+        "largest Re λ",
+        "max abs Re λ / max abs λ",
+        "h in use, of its bound",
+    ]
+    header += [
+        "growth of perturbations",
+        "growth of the signal",
+        "growth of the gradient",
+        "reconstruction error, float32",
+    ]
+    rows, clouds, curves = [], {}, {}
+    for task, result in ((outcome.task, outcome.result) for outcome in outcomes):
+        usage = ABSENT if result["step_usage"] is None else f"{result['step_usage']:.0%}"
+        name = task.model if task.seed == 0 else f"{task.model}, seed {task.seed}"
+        row = [name, str(result["layers"]), FAMILIES[result["family"]].theory]
+        row += [f"{result['max_real_part']:.2g}", f"{result['axis_distance']:.1e}", usage]
+        growths = ("perturbation_growth", "signal_growth", "gradient_growth")
+        row += [ABSENT if result[key] is None else f"{result[key]:.3g}" for key in growths]
+        rows.append([*row, f"{result['reconstruction_error']:.1e}"])
+        clouds[name], curves[name] = tuple(result["eigenvalues"]), tuple(result["growth_over_depth"])
+    found = [
+        Chart(charts.eigenvalues(clouds), "Eigenvalues of the frozen ODE on a patch of the state, all units.", "spectra"),
+        Chart(charts.lines(curves, "depth, blocks", "growth of a perturbation, factor", log_y=True),
+              "Growth of the fastest-growing perturbation inside the units, over depth.", "growth"),
+        _linear_revnet(),
+    ]  # fmt: skip
+    remark = (
+        "The paper's argument freezes the coefficients: imaginary eigenvalues at one depth do not bound the growth over many. "
+        "The growth of perturbations is measured along the whole network."
+    )
+    return Findings([Table(header, rows)], found, [remark])
+
+
+def _linear_revnet() -> Chart:
+    """The paper's example of a RevNet that is not stable, over both its factors."""
+    from revode.stability import linear_revnet
+    from revode.stability.figures import linear_revnet_map
+
+    ticks = torch.linspace(-3.0, 3.0, 49)
+    text = "Growth of a linear RevNet, F(z) = βz and G(y) = αy, in a block: it is stable only between the white lines."
+    return Chart(linear_revnet_map(linear_revnet(ticks, ticks, num_steps=8)), text, "linear-revnet")
+
+
+ITEMS = (Item("stability", "Stability: theory and measurement", tasks, budget_note, findings),)

@@ -1,0 +1,39 @@
+"""Tiny workloads of every kind."""
+
+from __future__ import annotations
+
+import pytest
+
+from revode.bench.workloads import Workload
+
+TINY = {
+    workload.name: workload
+    for workload in (
+        Workload(name="tiny-stage", title="", kind="stage", batch=2, options={"channels": 8, "size": 6, "depth": 3}),
+        Workload(
+            name="tiny-momentum", title="", kind="momentum", batch=2, options={"channels": 4, "size": 6, "depth": 8}
+        ),
+        Workload(
+            name="tiny-attention",
+            title="",
+            kind="attention",
+            batch=2,
+            options={"width": 8, "tokens": 5, "pairs": 2, "heads": 2},
+        ),
+        Workload(name="tiny-hamiltonian", title="", kind="network", batch=2, options={"name": "hamiltonian-26"}),
+        Workload(name="tiny-leapfrog", title="", kind="network", batch=2, options={"name": "leapfrog-20"}),
+        Workload(name="tiny-midpoint", title="", kind="network", batch=2, options={"name": "midpoint-20"}),
+    )
+}
+
+
+@pytest.fixture(params=TINY)
+def tiny(request: pytest.FixtureRequest) -> Workload:
+    """Each workload in turn."""
+    return TINY[request.param]
+
+
+@pytest.fixture
+def tiny_stage() -> Workload:
+    """Additive couplings, which nearly every method can run."""
+    return TINY["tiny-stage"]

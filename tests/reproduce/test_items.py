@@ -1,0 +1,109 @@
+"""Every item runs end to end under the smoke budget and says what its numbers are."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from revode.cli import main
+from revode.reproduce import paper, subsets
+from revode.reproduce.catalogue import BUDGETS, ITEMS, find_item
+from revode.reproduce.item import Scope
+from revode.reproduce.training import TrainingRun
+
+IN_TABLE = {
+    "table-1": "| hamiltonian-74 | biases | 692 | 0.43 | ",
+    "table-2": "85.50 %",
+    "fig-cifar-subset": "paper's claim",
+    "fig-stl-subset": "3.4 points",
+    "depth-1202": "93.84 %",
+    "memory": "10 GB",
+    "stability": "Re λ = 0: stable",
+    "quick-74": "92.76 %",
+}
+"""What each page must have of the paper."""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return tmp_path_factory.mktemp("reproduce")
+
+
+@pytest.mark.parametrize("item", ITEMS)
+def test_smoke_budget_runs_end_to_end(item, home, capsys):
+    out = home / item
+    assert main(["reproduce", item, "--runs", str(home / "runs"), "--out", str(out), "--threads", "1"]) == 0
+    text = (out / f"{item}.md").read_text()
+    assert IN_TABLE[item] in text
+    assert "**Smoke budget" in text
+    assert f"`revode reproduce {item} --budget smoke`" in text
+    assert "versions: revode" in text
+    assert str(home) not in text
+    numbers = json.loads((out / f"{item}.json").read_text())
+    assert numbers["finished"] == numbers["of"] == len(numbers["tasks"])
+    assert numbers["budget"] == "smoke"
+    assert str(home) not in json.dumps(numbers)
+    figures = list(out.glob("*.svg"))
+    assert figures
+    for figure in figures:
+        ElementTree.parse(figure)  # a file of its own, with its namespaces
+        assert figure.name in text
+
+
+def test_hold_out_is_never_called_test(home, capsys):
+    for item in ("table-2", "fig-stl-subset"):
+        out = home / f"{item}-again"
+        assert main(["reproduce", item, "--runs", str(home / "runs"), "--out", str(out)]) == 0
+        header = next(line for line in (out / f"{item}.md").read_text().splitlines() if line.startswith("| "))
+        ours = [cell for cell in header.split(" | ") if "paper" not in cell]
+        assert any("hold-out" in cell for cell in ours)
+        assert not any("test" in cell for cell in ours)
+        for task in json.loads((out / f"{item}.json").read_text())["tasks"]:
+            assert task["result"]["score"]["split"] == "hold-out"
+            assert "test_accuracy" not in task["result"]
+
+
+@pytest.mark.parametrize("item", ITEMS)
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_every_budget_lists_different_tasks(item, budget):
+    tasks = find_item(item).tasks(Scope(budget))
+    assert len({(task.slug, task.digest) for task in tasks}) == len(tasks) > 0
+    assert find_item(item).budget_note(Scope(budget))
+
+
+def test_cpu_numbers_are_always_called_what_they_are():
+    for item in ("table-1", "table-2", "fig-cifar-subset", "fig-stl-subset", "depth-1202", "quick-74"):
+        note = find_item(item).budget_note(Scope("cpu"))
+        assert note.startswith("CPU budget: ")
+        assert "not the paper's schedule" in note
+
+
+def test_the_papers_budget_leaves_its_recipes_as_they_are():
+    tasks = find_item("table-1").tasks(Scope("paper"))
+    assert [(task.model, task.dataset) for task in tasks] == [(m, d) for m, row in paper.CIFAR.items() for d in row]
+    assert all(not task.settings and not task.options for task in tasks)
+    by_name = {(task.model, task.dataset): task for task in tasks}
+    assert by_name["hamiltonian-74", "cifar10"].num_steps == 80_000
+    assert by_name["hamiltonian-1202", "cifar10"].batch_size == 32
+    stl = find_item("table-2").tasks(Scope("paper", stl_test=True))
+    assert all(task.num_steps == 20_000 and task.split == "test" for task in stl)
+
+
+def test_small_data_budget_is_what_the_issue_asks():
+    tasks = find_item("fig-cifar-subset").tasks(Scope("cpu"))
+    assert {task.num_images for task in tasks} == {1_500, 2_000}
+    assert {task.seed for task in tasks} == {0, 1, 2}
+    assert {task.num_steps for task in tasks} == {subsets.CPU_STEPS}
+    pairs = {(task.fraction, task.seed, task.num_steps, task.batch_size) for task in tasks}
+    assert len(pairs) == len(tasks) // 2  # both networks train alike
+    smallest = find_item("fig-cifar-subset").tasks(Scope("paper"))[-1]
+    assert smallest.num_images == smallest.batch_size == 25
+
+
+def test_stl_without_test_labels_holds_out_1000_and_keeps_the_papers_shares():
+    run = TrainingRun(model="hamiltonian-stl", dataset="stl10", recipe="stl", hold_out=1_000)
+    assert (run.num_images, run.num_scored, run.split) == (4_000, 1_000, "hold-out")
+    part = TrainingRun(model="hamiltonian-stl", dataset="stl10", recipe="stl", hold_out=1_000, fraction=0.4)
+    assert part.num_images == 2_000
