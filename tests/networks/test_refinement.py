@@ -7,7 +7,7 @@ import torch
 from network_gradients import images
 
 import revode
-from revode.networks import FAMILIES, Resampling, build, model_config
+from revode.networks import FAMILIES, Resampling, build, config_at_depth, model_config
 
 LAYERS_PER_BLOCK = {name: row.layers_per_block for name, row in FAMILIES.items() if row.integrates}
 KINDS = [(family, norm) for family in LAYERS_PER_BLOCK for norm in FAMILIES[family].norms]
@@ -145,6 +145,14 @@ def test_a_network_refined_unevenly_is_saved_and_loaded_with_its_step_sizes(tmp_
     assert torch.equal(loaded.eval()(x), deep.eval()(x))
 
 
+def test_step_sizes_come_back_when_a_config_changes_depth_twice():
+    config = model_config("hamiltonian-74", h=0.5, norm="batch")
+    shallow = config_at_depth(config, "hamiltonian-38")
+    assert shallow.h == (0.5 * 7 / 4, 0.5 * 6 / 3, 0.5 * 5 / 2)
+    again = config_at_depth(shallow, "hamiltonian-74")
+    assert [again.step_size(unit) for unit in range(3)] == pytest.approx([0.5] * 3)
+
+
 def test_the_random_stream_and_the_shallow_network_are_left_alone():
     model = smooth("hamiltonian", 3, "batch")
     before, stream = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
@@ -170,6 +178,7 @@ def test_a_branch_without_a_leading_norm_gets_the_nearest():
         ("hamiltonian-26", "hamiltonian-subset", "its 3 units"),
         ("hamiltonian-38", "hamiltonian-26", "use coarsen"),
         ("hamiltonian-14", "hamiltonian-26", "at least 2 blocks"),
+        ("hamiltonian-subset", "hamiltonian-26", "its 4 units"),
         ("hamiltonian-26", "hamiltonian-27", "12n"),
     ],
 )

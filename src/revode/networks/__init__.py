@@ -32,6 +32,7 @@ from revode.networks.files import load as load
 from revode.networks.files import save as save
 from revode.networks.refinement import Resampling as Resampling
 from revode.networks.refinement import coarsen as coarsen
+from revode.networks.refinement import config_at_depth as config_at_depth
 from revode.networks.refinement import refine as refine
 from revode.networks.zoo import create_model as create_model
 from revode.networks.zoo import list_models as list_models

@@ -21,7 +21,7 @@ from torch.optim.swa_utils import update_bn
 
 from revode.engine import ReversibleSequence
 from revode.networks.classifier import StagedClassifier, build
-from revode.networks.config import OdeConfig
+from revode.networks.config import NetworkConfig, OdeConfig
 from revode.networks.zoo import model_config
 
 
@@ -40,12 +40,18 @@ def refine(model: StagedClassifier, name: str, batches: Iterable[Tensor] | None 
     Returns:
         A new network; `model` stays as it is.
     """
-    return _resampled(model, _deeper_config(model, name, 1), batches)
+    config = config_at_depth(model.config, name)
+    if sum(config.blocks) < sum(model.config.blocks):
+        raise ValueError(f"{name} is shallower than {model.config.name}; refine needs a deeper one, use coarsen")
+    return _resampled(model, config, batches)
 
 
 def coarsen(model: StagedClassifier, name: str, batches: Iterable[Tensor] | None = None) -> StagedClassifier:
     """The counterpart of `refine`: the shallower network with the kernels of `model` at fewer times, and longer steps."""
-    return _resampled(model, _deeper_config(model, name, -1), batches)
+    config = config_at_depth(model.config, name)
+    if sum(config.blocks) > sum(model.config.blocks):
+        raise ValueError(f"{name} is deeper than {model.config.name}; coarsen needs a shallower one, use refine")
+    return _resampled(model, config, batches)
 
 
 class Share(NamedTuple):
@@ -64,7 +70,7 @@ class Resampling:
 
     Args:
         source: the network that the tensors come from.
-        target: the network that they are for; its config is one that `refine` or `coarsen` makes.
+        target: the network that they are for; its config is one that `config_at_depth` makes.
     """
 
     def __init__(self, source: StagedClassifier, target: StagedClassifier) -> None:
@@ -93,24 +99,18 @@ class Resampling:
         }
 
 
-def _deeper_config(model: StagedClassifier, name: str, sign: int) -> OdeConfig:
-    """The config of `model` with the blocks of `name`; sign 1 allows no fewer than it has, -1 no more."""
-    config, wanted = model.config, model_config(name)
+def config_at_depth(config: NetworkConfig, name: str) -> OdeConfig:
+    """The config with the blocks of the network `name`, and the step sizes that leave the time at each width as it is."""
+    wanted = model_config(name)
     if not isinstance(config, OdeConfig):
         raise ValueError(
-            f"{config.name} takes no steps in time, so it cannot be refined; refine a Hamiltonian, "
-            "MidPoint or Leapfrog network"
+            f"{config.name} takes no steps in time, so its depth cannot be changed; take a Hamiltonian, MidPoint or "
+            "Leapfrog network"
         )
     if wanted.family != config.family or wanted.num_units != config.num_units:
         raise ValueError(
             f"{config.name} cannot become {name}: a network keeps its family ({config.family}) and its "
             f"{config.num_units} units; take a name of that family"
-        )
-    if any(sign * new < sign * own for new, own in zip(wanted.blocks, config.blocks, strict=True)):
-        verb, other, rank = ("refine", "coarsen", "deeper") if sign > 0 else ("coarsen", "refine", "shallower")
-        raise ValueError(
-            f"{name} has units of {wanted.blocks} blocks and {config.name} of {config.blocks}: {verb} needs a {rank} "
-            f"one, use {other} for the other direction"
         )
     target = dataclasses.replace(config, name=name, blocks=wanted.blocks)
     if 0 in config.stage_blocks or 0 in target.stage_blocks:
