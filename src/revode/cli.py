@@ -6,8 +6,10 @@ import argparse
 import importlib
 import os
 import sys
+from typing import NoReturn
 
 from revode.commands import HelpFormatter
+from revode.files import nearest
 
 COMMANDS = {
     "models": "every named network, its parameters beside the paper's",
@@ -23,37 +25,65 @@ COMMANDS = {
 """Subcommand -> one line of help; the module of the same name under ``revode.commands`` does the rest."""
 
 
-def build_parser(command: str | None = None) -> argparse.ArgumentParser:
-    """The parser; only `command`'s own arguments are loaded."""
-    parser = argparse.ArgumentParser(
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one sentence: what is wrong, the nearest flag or command, and where help is."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with code 2 after one line."""
+        print(f"{self.prog}: {message}; `{self.prog} --help` lists all", file=sys.stderr)
+        sys.exit(2)
+
+    def refuse(self, words: list[str]) -> NoReturn:
+        """Exit as `error` does, on words that no argument takes."""
+        flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
+        word = words[0].partition("=")[0]
+        near = nearest(word, flags) if word.startswith("-") else []
+        kind = "flag" if word.startswith("-") else "argument"
+        self.error(f"unknown {kind} {word}{_hint(near)}")
+
+
+def build_parser(command: str | None = None) -> tuple[Parser, dict[str, Parser]]:
+    """The parser, and those of the subcommands; only `command`'s own arguments are loaded."""
+    parser = Parser(
         prog="revode",
         description="Train residual networks of any depth in the activation memory of one block.",
         epilog="example: revode train hamiltonian-74 --dataset cifar10 --recipe quick",
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
-    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
+    group = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
+    subparsers: dict[str, Parser] = {}
     for name, text in COMMANDS.items():
-        subparser = subparsers.add_parser(
+        subparsers[name] = group.add_parser(
             name, help=text, description=text[0].upper() + text[1:] + ".", formatter_class=HelpFormatter
         )
-        if name == command:
-            importlib.import_module(f"revode.commands.{name}").add_arguments(subparser)
-    return parser
+    if command is not None:
+        importlib.import_module(f"revode.commands.{command}").add_arguments(subparsers[command])
+    return parser, subparsers
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The arguments; what is wrong with them ends the process with code 2 and one sentence."""
+    first = next((word for word in argv if not word.startswith("-")), None)
+    parser, subparsers = build_parser(first if first in COMMANDS else None)
+    if first is not None and first not in COMMANDS:
+        near = nearest(first, COMMANDS)
+        parser.error(f"unknown command {first}{_hint(near)}")
+    args, rest = parser.parse_known_args(argv)
+    if rest:
+        subparsers.get(args.command, parser).refuse(rest)
+    return args
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code: 0 done, 2 bad input, others as the command says."""
-    argv = sys.argv[1:] if argv is None else argv
-    command = next((word for word in argv if word in COMMANDS), None)
-    parser = build_parser(command)
-    args = parser.parse_args(argv)
+    args = parse(sys.argv[1:] if argv is None else argv)
     if args.version:
         from revode import __version__
 
         print(f"revode {__version__}")
         return 0
     if args.command is None:
-        parser.print_help()
+        build_parser()[0].print_help()
         return 0
     try:
         return importlib.import_module(f"revode.commands.{args.command}").run(args)
@@ -67,6 +97,10 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _hint(near: list[str]) -> str:
+    return f", nearest: {', '.join(near)}" if near else ""
 
 
 def _sentence(error: Exception) -> str:

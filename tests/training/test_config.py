@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_runs import command
 
+from revode.cli import main
 from revode.training import RECIPES, configure
-from revode.training.config import Config
-from revode.training.settings import LEAVES, flatten, from_leaves, read_yaml
+from revode.training.config import LEAVES, Config, flatten, from_leaves, read_yaml
 
 
 def test_every_leaf_has_a_name_of_its_own():
@@ -84,7 +84,7 @@ def test_a_wrong_file_is_refused_in_one_sentence(text, message, tmp_path, capsys
         ({"schedule": "step"}, "without milestones"),
         ({"nesterov": True, "momentum": 0}, "needs momentum"),
         ({"learning_rate": 1}, "unknown setting 'learning_rate'"),
-        ({"recipe": "cifr"}, "did you mean 'cifar'"),
+        ({"recipe": "cifr"}, "nearest: cifar"),
     ],
 )
 def test_wrong_values_are_refused(settings, message):
@@ -159,18 +159,40 @@ def test_print_config_writes_what_config_reads(tmp_path, capsys):
     assert command("train", "--config", path, "--print-config", capsys=capsys)[1] == out
 
 
-@pytest.mark.parametrize("words", [["--lr", "fast"], ["--lern", "1"], ["--options", "h"], ["--recipe", "no"]])
-def test_wrong_flags_exit_with_2(words, capsys):
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--lr", "fast"], "optimization.lr is 'fast'; expected a number"),
+        (["--leyouts", "1"], "unknown flag --leyouts"),
+        (["--batchsize=3"], "unknown flag --batchsize, nearest: --batch-size"),
+        (["--options", "h"], "expected settings, as h=0.05"),
+        (["--recipe", "quik"], "unknown recipe 'quik'; nearest: quick"),
+        (["a", "b"], "unknown argument b"),
+    ],
+)
+def test_wrong_flags_exit_with_2_and_one_sentence(words, sentence, capsys):
+    try:
+        code = main(["train", *words])
+    except SystemExit as error:
+        code = error.code
+    assert code == 2
+    err = capsys.readouterr().err
+    assert sentence in err
+    assert len(err.splitlines()) == 1
+
+
+def test_an_unknown_command_is_refused_with_the_nearest(capsys):
     with pytest.raises(SystemExit) as error:
-        command("train", *words, capsys=capsys)
+        main(["tarin"])
     assert error.value.code == 2
+    assert capsys.readouterr().err == "revode: unknown command tarin, nearest: train; `revode --help` lists all\n"
 
 
 @pytest.mark.parametrize("name", ["train", "eval", "report", "export"])
 def test_help_has_an_example_and_imports_nothing_heavy(name):
     script = (
         "import sys; from revode.cli import build_parser\n"
-        f"text = build_parser({name!r})._subparsers._group_actions[0].choices[{name!r}].format_help()\n"
+        f"text = build_parser({name!r})[1][{name!r}].format_help()\n"
         "assert 'example' in text, text\n"
         "heavy = {'torch', 'numpy', 'yaml', 'matplotlib', 'rich'} & set(sys.modules)\n"
         "assert not heavy, heavy"

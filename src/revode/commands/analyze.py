@@ -107,7 +107,7 @@ def _network(subject: str, options: str, seed: int) -> tuple[Any, str | None]:
     import torch
 
     import revode
-    from revode.training.settings import LEAVES, convert
+    from revode.training.config import LEAVES, convert
 
     path = Path(subject)
     if path.exists() and options:

@@ -7,9 +7,7 @@ import os
 import shlex
 import sys
 
-from revode.training.flags import add_flags, given_settings
-
-_RECIPES = ("auto", "digits", "quick", "cifar", "cifar-1202", "stl")
+from revode.training.config import RECIPES, add_flags, configure, given_settings, read_yaml
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +24,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model", nargs="?", metavar="MODEL", help="a name of `revode models`; the recipe's own unless given"
     )
     parser.add_argument(
-        "--recipe", choices=_RECIPES, default=argparse.SUPPRESS, help="named settings; auto suits the data set"
+        "--recipe",
+        metavar="NAME",
+        default=argparse.SUPPRESS,
+        help=f"named settings: {', '.join(RECIPES)};\nwithout it, those that suit the data set",
     )
     parser.add_argument("--config", metavar="FILE", help="settings in YAML, as --print-config writes them")
     parser.add_argument("--print-config", action="store_true", help="print all settings as YAML and exit")
@@ -40,8 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train; 0 when done, 3 when training diverged, 130 or 143 when a signal stopped it."""
-    from revode.training.recipes import configure
-
     given = given_settings(args)
     if args.model is not None:
         given["name"] = args.model
@@ -56,8 +55,6 @@ def run(args: argparse.Namespace) -> int:
 
     asked = set(given)
     if args.config:
-        from revode.training.settings import read_yaml
-
         asked |= set(read_yaml(args.config))
     try:
         train(config, args.out, resume=args.resume, overwrite=args.overwrite, given=sorted(asked - {"recipe"}))

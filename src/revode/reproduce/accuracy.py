@@ -22,7 +22,7 @@ from revode.reproduce.item import (
     spread,
     trained_item,
 )
-from revode.training.recipes import RECIPES
+from revode.training.config import RECIPES
 from revode.training.runs import read_metrics
 
 NAMES = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100"}

@@ -9,8 +9,7 @@ from revode.engine.grid import DEFAULT_BITS
 from revode.networks.config import ReversibleConfig
 from revode.networks.zoo import model_config
 from revode.reproduce.task import Setup, Task, TaskFailed
-from revode.training.config import Config
-from revode.training.recipes import configure
+from revode.training.config import Config, configure
 
 TRAIN_IMAGES = {"digits": 1_437, "cifar10": 50_000, "cifar100": 50_000, "stl10": 5_000}
 TEST_IMAGES = {"digits": 360, "cifar10": 10_000, "cifar100": 10_000, "stl10": 8_000}

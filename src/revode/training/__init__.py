@@ -3,7 +3,7 @@
     config = revode.training.configure(model="hamiltonian-74", dataset="cifar10", recipe="quick", epochs=2)
     result = revode.training.train(config, out="runs/first")
 
-Names are loaded on first use; `config`, `recipes` and `flags` need no torch, so that ``revode train --help`` is quick.
+Names are loaded on first use; `config` needs no torch, so that ``revode train --help`` is quick.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from revode.training.config import RECIPES as RECIPES
     from revode.training.config import Config as Config
+    from revode.training.config import configure as configure
     from revode.training.diagnosis import Diverged as Diverged
     from revode.training.export import export_onnx as export_onnx
     from revode.training.interruption import Interrupted as Interrupted
     from revode.training.loop import train as train
     from revode.training.monitors import Monitor as Monitor
-    from revode.training.recipes import RECIPES as RECIPES
-    from revode.training.recipes import configure as configure
     from revode.training.report import write_report as write_report
     from revode.training.scoring import load_run as load_run
 
@@ -28,8 +28,8 @@ _HOMES = {
     "Diverged": "diagnosis",
     "Interrupted": "interruption",
     "Monitor": "monitors",
-    "RECIPES": "recipes",
-    "configure": "recipes",
+    "RECIPES": "config",
+    "configure": "config",
     "export_onnx": "export",
     "load_run": "scoring",
     "train": "loop",

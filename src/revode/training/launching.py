@@ -19,10 +19,9 @@ from typing import Any
 import torch
 
 from revode.files import read_json
-from revode.training.config import Config
+from revode.training.config import Config, from_leaves
 from revode.training.interruption import Interrupted, Interruption
 from revode.training.runs import RESULT, read_metrics
-from revode.training.settings import from_leaves
 
 _POLL, _PATIENCE = 0.2, 30.0
 """Seconds between looks at the processes, and until those are killed whose peer has failed."""

@@ -10,9 +10,8 @@ from typing import Any
 
 from revode.files import read_json, write_atomically
 from revode.training.checkpoint import BEST, read_checkpoint, read_newest
-from revode.training.config import Config
+from revode.training.config import LEAVES, Config, flatten, from_leaves, read_yaml
 from revode.training.runs import CONFIG, METRICS, RESULT
-from revode.training.settings import LEAVES, flatten, from_leaves, read_yaml
 
 _FREE = frozenset(
     "device threads data_root report log_every checkpoint_every tensorboard monitor monitor_every evaluation_batch_size "

@@ -13,12 +13,11 @@ from revode import data
 from revode.files import read_json
 from revode.networks.files import load
 from revode.training.checkpoint import read_newest
-from revode.training.config import Config
+from revode.training.config import Config, from_leaves, read_yaml
 from revode.training.distributed import Group, choose_device
 from revode.training.evaluation import Score, evaluate
 from revode.training.job import build_model
 from revode.training.runs import CONFIG, RESULT, WEIGHTS, existing_run
-from revode.training.settings import from_leaves, read_yaml
 
 
 @dataclass(frozen=True)
