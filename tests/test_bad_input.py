@@ -26,7 +26,7 @@ class TestBeforeAnyWork:
     @pytest.mark.parametrize("given", [("nope",), ("resnet-8", "--exact", "14"), ("resnet-8", "--options", "h=0.1")])
     def test_a_wrong_network_is_not_told_to_fetch_data(self, given, tmp_path, capsys) -> None:
         line = refused(capsys, "train", *given, "--dataset", "cifar10", "--data-root", str(tmp_path))
-        assert "no network 'nope'" in line or "has no option" in line
+        assert "unknown network 'nope'" in line or "unknown option" in line
 
     @pytest.mark.parametrize(
         "command",

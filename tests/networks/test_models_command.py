@@ -63,7 +63,7 @@ def test_bill_as_json_adds_up(capsys):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["models", "hamiltonain-74"], "the nearest are hamiltonian-74"),
+        (["models", "hamiltonain-74"], "nearest: hamiltonian-74"),
         (["models", "--batch-size", "3"], "give its NAME"),
         (["models", "hamiltonian-26", "--batch-size", "0"], "batch_size must be a positive integer"),
         (["models", "hamiltonian-26", "--image-size", "2"], "takes images"),

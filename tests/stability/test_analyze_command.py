@@ -172,7 +172,7 @@ def bad_inputs(tmp_path):
         "expected numbers of shape": ["hamiltonian-digits", "--dataset", str(tmp_path / "flat.npy")],
         "at least 1": ["hamiltonian-digits", "--num-images", "0"],
         "expected settings, as h=0.05": ["hamiltonian-digits", "--options", "h"],
-        "no option": ["hamiltonian-digits", "--options", "depth=3"],
+        "unknown option": ["hamiltonian-digits", "--options", "depth=3"],
     }
 
 

@@ -151,7 +151,7 @@ def test_matrix_free_without_scipy_says_what_to_install(monkeypatch):
 
 def test_a_wide_unit_has_all_its_eigenvalues_too():
     from revode import create_model
-    from revode.stability.blocks import unit_spectra
+    from revode.stability import unit_spectra
 
     torch.manual_seed(0)
     model = create_model("leapfrog-26", blocks=(2, 2), channels=(4, 32), image_size=8)

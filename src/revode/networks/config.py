@@ -7,13 +7,13 @@ the integrator (Hamiltonian, MidPoint, Leapfrog). Everything is checked here, on
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
 from revode.engine import STRATEGIES
 from revode.fields import ACTIVATIONS
+from revode.files import unknown
 from revode.networks.families import FAMILIES, TRANSITIONS, Family, Transition
 
 INITS = ("independent", "smooth")
@@ -116,9 +116,7 @@ class NetworkConfig:
         names = [field.name for field in dataclasses.fields(self) if field.name not in ("name", "family")]
         for option in options:
             if option not in names:
-                near = difflib.get_close_matches(option, names, 1)
-                hint = f"did you mean {near[0]!r}? " if near else ""
-                raise ValueError(f"{self.name} has no option {option!r}: {hint}It has {', '.join(names)}")
+                raise unknown(f"option of {self.name}", option, names)
         return dataclasses.replace(self, **self._resolve(options))
 
     def _resolve(self, options: dict[str, Any]) -> dict[str, Any]:

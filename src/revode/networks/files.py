@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save as serialize
 from torch import Tensor
 
+from revode.files import write_atomically
 from revode.networks.classifier import StagedClassifier, build
 from revode.networks.config import NetworkConfig
 
@@ -39,18 +38,7 @@ def save(model: StagedClassifier, path: str | os.PathLike[str]) -> None:
         raise ValueError(f"cannot save to {target}: it is a directory, give a file name")
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in _distinct_tensors(model).items()}
     metadata = {"format": FORMAT, "config": json.dumps(model.config.to_dict())}
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
-    os.close(handle)
-    try:
-        save_file(tensors, temporary, metadata)
-        os.chmod(temporary, 0o666 & ~_umask())
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(temporary)
-        raise
+    write_atomically(target, serialize(tensors, metadata))
 
 
 def load(path: str | os.PathLike[str], **options: Any) -> StagedClassifier:
@@ -93,13 +81,6 @@ def load_pretrained(name: str, dataset: str, **options: Any) -> StagedClassifier
                 f"the weights of {name} for {dataset} were trained with {option}={own}, got {option}={asked}; leave it out"
             )
     return load(path, **options)
-
-
-def _umask() -> int:
-    """The process's file mode mask, which mkstemp ignores; it can only be read by setting it."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _distinct_tensors(model: StagedClassifier) -> dict[str, Tensor]:

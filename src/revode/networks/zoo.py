@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 from collections.abc import Callable
 from typing import Any
 
+from revode.files import unknown
 from revode.networks.classifier import StagedClassifier, build
 from revode.networks.config import NetworkConfig
 from revode.networks.families import FAMILIES, Family
@@ -123,9 +123,7 @@ def _find(name: str) -> NetworkConfig:
     if name in FAMILIES:
         example = next((other for other in list_models() if re.fullmatch(rf"{name}-\d+", other)), f"{name}-<layers>")
         raise ValueError(f"{name} is a family: say how many layers, as in {example}")
-    near = difflib.get_close_matches(name, list_models(), 3, cutoff=0.4)
-    hint = f"the nearest are {', '.join(near)}; " if near else ""
-    raise ValueError(f"there is no network {name!r}: {hint}`revode models` lists all")
+    raise unknown("network", name, list_models(), "`revode models` lists all")
 
 
 def _of_depth(family: Family, layers: int) -> NetworkConfig:

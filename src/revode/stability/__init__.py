@@ -16,8 +16,6 @@ All of it works on copies in eval mode: the model's mode, gradients, buffers and
 
 from revode.stability.analysis import Analysis as Analysis
 from revode.stability.analysis import analyze as analyze
-from revode.stability.blocks import unit_reconstruction_errors as unit_reconstruction_errors
-from revode.stability.blocks import unit_spectra as unit_spectra
 from revode.stability.bounds import LayerBound as LayerBound
 from revode.stability.bounds import step_bounds as step_bounds
 from revode.stability.bounds import suggest_h as suggest_h
@@ -47,7 +45,9 @@ from revode.stability.reversibility import gradient_error as gradient_error
 from revode.stability.reversibility import linear_revnet as linear_revnet
 from revode.stability.reversibility import reconstruction_error as reconstruction_error
 from revode.stability.reversibility import reconstruction_profile as reconstruction_profile
+from revode.stability.reversibility import unit_reconstruction_errors as unit_reconstruction_errors
 from revode.stability.spectra import Jacobian as Jacobian
 from revode.stability.spectra import Spectrum as Spectrum
 from revode.stability.spectra import similar_matrix as similar_matrix
 from revode.stability.spectra import spectrum as spectrum
+from revode.stability.spectra import unit_spectra as unit_spectra

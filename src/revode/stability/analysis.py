@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from revode.engine import ReversibleSequence
-from revode.stability.blocks import unit_spectra
 from revode.stability.bounds import LayerBound, largest_usage, step_bounds
 from revode.stability.energy import Energy, hamiltonian_energy
 from revode.stability.lyapunov import Lyapunov, finite_size_growth, joined, lyapunov_exponents
@@ -25,6 +24,7 @@ from revode.stability.propagation import (
     signal_propagation,
 )
 from revode.stability.reversibility import Drift, drift, reconstruction_profile
+from revode.stability.spectra import unit_spectra
 from revode.stability.walk import analysis_copy, calibrate_batch_norm, reversible_units, unit_input, unit_states
 
 CHUNK = 8

@@ -28,7 +28,7 @@ from revode.stability.dynamics import step_limit
 from revode.stability.norms import largest_singular_value, schur_norm
 from revode.stability.spectra import Jacobian
 from revode.stability.tangents import slope
-from revode.stability.walk import analysis_copy, calibrate_batch_norm, unit_states
+from revode.stability.walk import prepared, unit_states
 
 Apply = Callable[[Tensor], Tensor]
 
@@ -99,9 +99,7 @@ def step_bounds(
     Returns:
         One entry a step; none for units whose scheme has no bound (RevNet).
     """
-    model = analysis_copy(model, dtype)
-    images = images.to(dtype)
-    calibrate_batch_norm(model, images)
+    model, images = prepared(model, images, dtype)
     bounds: list[LayerBound] = []
     for number, (unit, states) in enumerate(unit_states(model, images[:1])):
         limit = step_limit(unit.scheme)

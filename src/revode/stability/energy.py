@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from revode.engine import ReversibleSequence
 from revode.fields import ACTIVATIONS, Bias, SymmetricField
 from revode.stability.dynamics import is_first_order
-from revode.stability.walk import Parts, Place, analysis_copy, calibrate_batch_norm, walk
+from revode.stability.walk import Parts, Place, prepared, walk
 
 _ANTIDERIVATIVES: dict[Any, Callable[[Tensor], Tensor]] = {
     ACTIVATIONS["relu"]: lambda x: 0.5 * torch.relu(x).square(),
@@ -109,9 +109,7 @@ def hamiltonian_energy(model: nn.Module, images: Tensor, *, dtype: torch.dtype =
         images: its inputs.
         dtype: of the computation.
     """
-    model = analysis_copy(model, dtype)
-    images = images.to(dtype)
-    calibrate_batch_norm(model, images)
+    model, images = prepared(model, images, dtype)
     units: list[int] = []
     before: list[Tensor] = []
     after: list[Tensor] = []

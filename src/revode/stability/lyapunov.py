@@ -15,15 +15,7 @@ from torch import Tensor, nn
 
 from revode.engine import ReversibleSequence
 from revode.stability.tangents import dual_level, split_tangent, with_tangent
-from revode.stability.walk import (
-    Parts,
-    Place,
-    analysis_copy,
-    calibrate_batch_norm,
-    flatten_state,
-    unflatten_state,
-    walk,
-)
+from revode.stability.walk import Parts, Place, flatten_state, prepared, unflatten_state, walk
 
 
 @dataclass(frozen=True)
@@ -165,9 +157,7 @@ def lyapunov_exponents(
         dtype: of the computation; float32 is about three times faster and enough for three digits.
         seed: of the frames.
     """
-    model = analysis_copy(model, dtype)
-    images = images.to(dtype)
-    calibrate_batch_norm(model, images)
+    model, images = prepared(model, images, dtype)
     frame = random_frame(images, k, seed)
     copies = images.repeat(k, *[1] * (images.dim() - 1))
     places: list[Place] = []
@@ -204,9 +194,7 @@ def finite_size_growth(
     """
     if not size > 0.0:
         raise ValueError(f"size must be a positive fraction of the input's norm, got {size!r}")
-    model = analysis_copy(model, dtype)
-    images = images.to(dtype)
-    calibrate_batch_norm(model, images)
+    model, images = prepared(model, images, dtype)
     scale = size * torch.linalg.vector_norm(images.flatten(1), dim=1)
     step = random_frame(images, 1, seed)[0] * scale[:, None]
     both = torch.cat((images, images + step.reshape(images.shape)))

@@ -8,46 +8,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from revode.stability.blocks import unit_reconstruction_errors, unit_spectra
 from revode.stability.bounds import largest_usage, step_bounds
 from revode.stability.lyapunov import lyapunov_exponents
 from revode.stability.propagation import signal_propagation
+from revode.stability.reversibility import unit_reconstruction_errors
+from revode.stability.spectra import unit_spectra
 from revode.stability.walk import reversible_units
 
 
-def _perturbation_growth(model: nn.Module, images: Tensor) -> float:
-    return lyapunov_exponents(model, images, k=1, dtype=torch.float32).growth
-
-
 def _step_usage(model: nn.Module, images: Tensor) -> float | None:
-    bounds = step_bounds(model, images[:1], tolerance=0.05, dtype=torch.float32)
-    top = largest_usage(bounds)
+    top = largest_usage(step_bounds(model, images[:1], tolerance=0.05, dtype=torch.float32))
     return None if top is None else top.usage
 
 
-def _signal_growth(model: nn.Module, images: Tensor) -> float:
-    return signal_propagation(model, images).signal_growth
-
-
-def _gradient_growth(model: nn.Module, images: Tensor) -> float:
-    return signal_propagation(model, images).gradient_growth
-
-
-def _reconstruction_error(model: nn.Module, images: Tensor) -> float:
-    return max(unit_reconstruction_errors(model, images))
-
-
-def _max_real_part(model: nn.Module, images: Tensor) -> float:
-    return max(float(eigenvalues.real.max()) for eigenvalues in unit_spectra(model, images).values())
-
-
 QUANTITIES: dict[str, Callable[[nn.Module, Tensor], float | None]] = {
-    "perturbation_growth": _perturbation_growth,
+    "perturbation_growth": lambda model, x: lyapunov_exponents(model, x, k=1, dtype=torch.float32).growth,
     "step_usage": _step_usage,
-    "reconstruction_error": _reconstruction_error,
-    "signal_growth": _signal_growth,
-    "gradient_growth": _gradient_growth,
-    "max_real_part": _max_real_part,
+    "reconstruction_error": lambda model, x: max(unit_reconstruction_errors(model, x)),
+    "signal_growth": lambda model, x: signal_propagation(model, x).signal_growth,
+    "gradient_growth": lambda model, x: signal_propagation(model, x).gradient_growth,
+    "max_real_part": lambda model, x: max(float(values.real.max()) for values in unit_spectra(model, x).values()),
 }
 """What a monitor can follow: name -> the number, None where a network has no such thing (a RevNet's step bound)."""
 

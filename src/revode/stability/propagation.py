@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from revode.engine import ReversibleSequence
-from revode.stability.walk import Parts, Place, analysis_copy, calibrate_batch_norm, flatten_state, walk
+from revode.stability.walk import Parts, Place, flatten_state, prepared, walk
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,7 @@ def signal_propagation(
         chunk: images at a time; every activation of these is kept.
         dtype: of the computation; the model's own unless given.
     """
-    model = analysis_copy(model, dtype)
-    dtype = next(model.parameters()).dtype
-    images = images.to(dtype)
-    calibrate_batch_norm(model, images)
+    model, images = prepared(model, images, dtype)
     places: list[Place] = []
     signals, gradients = [], []
     for start in range(0, len(images), chunk):
@@ -131,7 +128,7 @@ def noise_sensitivity(
     model: nn.Module, images: Tensor, *, sizes: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3), seed: int = 0
 ) -> list[Sensitivity]:
     """The answer to Gaussian noise of the given sizes."""
-    model, images = _prepared(model, images)
+    model, images = prepared(model, images, None)
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(images.shape, generator=generator, dtype=torch.float64).to(images)
     return _answers(model, images, noise, "noise", sizes)
@@ -154,7 +151,7 @@ def adversarial_sensitivity(
         sizes: step lengths.
         chunk: images at a time in the gradient's computation.
     """
-    model, images = _prepared(model, images)
+    model, images = prepared(model, images, None)
     direction = []
     for start in range(0, len(images), chunk):
         x = images[start : start + chunk].detach().clone().requires_grad_()
@@ -162,13 +159,6 @@ def adversarial_sensitivity(
             loss = _loss(model(x), None if labels is None else labels[start : start + chunk])
             direction.append(torch.autograd.grad(loss, x)[0].sign())
     return _answers(model, images, torch.cat(direction), "fgsm", sizes)
-
-
-def _prepared(model: nn.Module, images: Tensor) -> tuple[nn.Module, Tensor]:
-    model = analysis_copy(model, None)
-    images = images.to(next(model.parameters()).dtype)
-    calibrate_batch_norm(model, images)
-    return model, images
 
 
 @torch.no_grad()

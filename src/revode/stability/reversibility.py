@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from revode.engine import ReversibleSequence
 from revode.schemes import AdditiveCoupling, State
 from revode.stability.dynamics import amplification
-from revode.stability.walk import detached_copy
+from revode.stability.walk import detached_copy, prepared, unit_input, unit_states
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,12 @@ def reconstruction_error(sequence: ReversibleSequence, x: Tensor) -> float:
         again = sequence.inverse(state)
         target = x if sequence.grid is None else sequence.grid.round(x)
     return relative_error([again], [target])
+
+
+def unit_reconstruction_errors(model: nn.Module, images: Tensor) -> list[float]:
+    """The relative reconstruction error of every unit on its own input, in the model's dtype."""
+    states = unit_states(*prepared(model, images, None))
+    return [reconstruction_error(resized(unit), unit_input(unit, entrance[0])) for unit, entrance in states]
 
 
 def reconstruction_profile(sequence: ReversibleSequence, x: Tensor) -> list[float]:

@@ -105,6 +105,14 @@ def calibrate_batch_norm(model: nn.Module, images: Tensor) -> int:
     return len(fresh)
 
 
+def prepared(model: nn.Module, images: Tensor, dtype: torch.dtype | None = torch.float64) -> tuple[nn.Module, Tensor]:
+    """An `analysis_copy` with its batch norms calibrated on `images`, and the images in its dtype."""
+    copied = analysis_copy(model, dtype)
+    images = images.to(next(copied.parameters()).dtype)
+    calibrate_batch_norm(copied, images)
+    return copied, images
+
+
 def _has_seen_nothing(module: _BatchNorm) -> bool:
     seen = module.num_batches_tracked
     return module.running_mean is not None and seen is not None and int(seen) == 0
