@@ -34,7 +34,7 @@ one process, in turn, after a warm-up; times are medians with their quartiles.
 | revode-compiled | through `torch.compile` |
 | memcnn, revtorch, revlib, momentumnet | the libraries of these names, in their default memory-saving mode |
 
-**saved** counts every tensor kept for backward besides parameters and input, also those that a library hides from
+**saved** counts every tensor kept for backward, without parameters and input. It includes tensors that a library hides from
 autograd's hooks. **peak** is the peak resident memory of a step in a fresh process above that of the process before it; it
 includes buffers of the convolutions and gradients, and memory that the allocator has not returned. A sequence of ours keeps
 its final pair beside its output, so that the output may be changed in place; memcnn and RevTorch walk back from the output

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from revode.networks import zoo
+from revode.networks import families, zoo
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
@@ -24,10 +24,15 @@ def python_blocks(page: str) -> list[str]:
 def test_the_examples_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(zoo, "_RECIPES", dict(zoo._RECIPES))  # a network that a page registers is gone after it
+    known = dict(families.FAMILIES)
     namespace: dict[str, object] = {"__name__": "__main__"}
-    for number, block in enumerate(python_blocks(page)):
-        torch.manual_seed(number)
-        exec(compile(block, f"{page}, block {number}", "exec"), namespace)
+    try:
+        for number, block in enumerate(python_blocks(page)):
+            torch.manual_seed(number)
+            exec(compile(block, f"{page}, block {number}", "exec"), namespace)
+    finally:
+        families.FAMILIES.clear()
+        families.FAMILIES.update(known)
 
 
 def test_a_new_scheme_takes_less_than_thirty_lines() -> None:

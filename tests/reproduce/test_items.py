@@ -11,7 +11,7 @@ from revode.cli import main
 from revode.reproduce import paper, subsets
 from revode.reproduce.catalogue import BUDGETS, ITEMS, find_item
 from revode.reproduce.item import Scope
-from revode.reproduce.training import TrainingRun
+from revode.reproduce.task import TrainingRun
 
 IN_TABLE = {
     "table-1": "| hamiltonian-74 | biases | 692 | 0.43 | ",

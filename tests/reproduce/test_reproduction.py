@@ -17,8 +17,7 @@ from revode.reproduce.catalogue import find_item
 from revode.reproduce.item import Findings, Item, Scope, Table, spread
 from revode.reproduce.run import make_scope, reproduce
 from revode.reproduce.step_cost import StepCost
-from revode.reproduce.task import Setup, Task
-from revode.reproduce.training import TEST_IMAGES, TRAIN_IMAGES, TrainingRun
+from revode.reproduce.task import TEST_IMAGES, TRAIN_IMAGES, Setup, Task, TrainingRun
 from revode.training.distributed import Group
 from revode.training.interruption import Interrupted
 from revode.training.job import Job

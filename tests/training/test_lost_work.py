@@ -198,7 +198,7 @@ def test_a_signal_that_comes_too_late_to_stop_a_run_still_acts():
 
 class TestReproduction:
     def run_of(self, tmp_path):
-        from revode.reproduce.training import TrainingRun
+        from revode.reproduce.task import TrainingRun
 
         options = {"blocks": [1, 1], "channels": [4, 8]}
         settings = {"epochs": None, "max_steps": 4, "batch_size": 16, "checkpoint_every": 1, "report": False}

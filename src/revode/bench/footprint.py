@@ -128,7 +128,7 @@ def measure_step(
 
 
 def _reset_peak() -> int:
-    """Give back what is free, start the peak anew where the system allows it, and say where it stands."""
+    """Give back free memory, restart the peak where the system allows it, and return the peak."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
     with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as stream:

@@ -258,7 +258,7 @@ def interleave(
     *,
     then: Mapping[Any, Callable[[], object]] | None = None,
 ) -> dict[Any, list[float]]:
-    """Seconds of every repetition of every action. Whoever calls has warmed them up.
+    """Seconds of every repetition of every action. The caller has warmed them up.
 
     What runs before an action leaves it a heap and caches of its own, so each round has another order.
 

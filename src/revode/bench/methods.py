@@ -14,7 +14,7 @@ from revode.files import unknown
 from revode.schemes import Momentum, Scheme
 
 Wrap = Callable[[Sequence[nn.Module], Scheme, int, bool], nn.Module]
-"""(fields, scheme, split_dim, whether a pair is handed on) -> module."""
+"""(fields, scheme, split_dim, whether a pair is wanted) -> module."""
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ def workloads_of(rows: Iterable[Row]) -> list[str]:
 
 
 def write(rows: Sequence[Row], facts: dict[str, str], folder: Path) -> list[Path]:
-    """Write benchmarks.json and every figure that the rows suffice for, and say where they went.
+    """Write benchmarks.json and every figure that the rows are enough for; returns their paths.
 
     Args:
         rows: the measurements.

@@ -33,7 +33,7 @@ class Workload:
         title: the same in words.
         kind: which of ``KINDS`` makes it.
         batch: samples in a step.
-        options: what that maker is given besides.
+        options: what that maker is given.
         methods: those worth running on it by default.
         quick: those that ``--quick`` runs on it; if none, it leaves the workload out.
         extra: those that ``--extra`` adds.

@@ -75,6 +75,7 @@ class StagedClassifier(nn.Module):
     def __init__(self, config: NetworkConfig, stem: nn.Module, stages: list[Stage], head: nn.Module) -> None:
         super().__init__()
         self.config = config
+        self.smallest_edge = config.reduction
         self.stem = stem
         self.stages = nn.ModuleList(stages)
         self.head = head
@@ -103,7 +104,7 @@ class StagedClassifier(nn.Module):
 
     def check_image(self, x: Tensor) -> None:
         """Refuse what is not a batch of images with the right channels, large enough for the units."""
-        smallest = self.config.reduction
+        smallest = self.smallest_edge
         if x.dim() != 4 or x.shape[1] != self.config.in_channels or min(x.shape[2:]) < smallest:
             raise ValueError(
                 f"{self.config.name} takes images of shape (batch, {self.config.in_channels}, height, width) with edges "
@@ -163,7 +164,7 @@ class InvertibleClassifier(StagedClassifier):
 
     def check_image(self, x: Tensor) -> None:
         super().check_image(x)
-        factor = self.config.reduction
+        factor = self.smallest_edge
         if any(edge % factor for edge in x.shape[2:]):
             raise ValueError(
                 f"transition='squeeze' halves images exactly: their edges must be multiples of {factor}, got {tuple(x.shape)}"
@@ -252,6 +253,7 @@ def make_sequence(config: ReversibleConfig, unit: int) -> ReversibleSequence | N
         backprop=config.backprop,
         exact=config.exact,
         anchor_every=config.anchor_every,
+        split_dim=1,
     )
 
 

@@ -33,9 +33,9 @@ class Transition:
     Attributes:
         between: (channels, next channels, norm, activation) -> the module between two units.
         behind: The same for what follows the last unit.
-        extra_blocks: (unit, last unit) -> blocks that run at the unit's width besides its own; negative if fewer do.
+        extra_blocks: (unit, last unit) -> how many more blocks than its own run at the unit's width; may be negative.
         keeps_units: Whether every block that the paper counts is reversible, so that units are as the paper counts them.
-        carries_pair: Whether every scheme hands on its pair, so that the whole network can be undone.
+        carries_pair: Whether every scheme passes its pair on, so that the whole network can be undone.
         normed_head: Whether the head has a norm of its own.
     """
 

@@ -82,7 +82,7 @@ def register_model(name: str) -> Callable[[Recipe], Recipe]:
 
 
 def list_models() -> list[str]:
-    """The names of all registered networks; ``<family>-<layers>`` of other valid depths work besides."""
+    """The names of all registered networks; ``<family>-<layers>`` of other valid depths work too."""
     return sorted(_RECIPES, key=_natural)
 
 

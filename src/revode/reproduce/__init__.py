@@ -6,8 +6,8 @@ that are not finished yet and writes a table with the paper's numbers beside our
 | module | holds |
 |---|---|
 | ``catalogue`` | the items by name, the budgets |
-| ``item``, ``task``, ``training``, ``step_cost`` | what an item and its tasks are |
+| ``item``, ``task``, ``step_cost`` | what an item and its tasks are |
 | ``accuracy``, ``subsets``, ``depth``, ``memory``, ``stability`` | the items, by what they show |
-| ``run``, ``estimates``, ``writing`` | completing tasks, saying before what that costs, and from results to files |
+| ``run``, ``estimates`` | completing tasks and writing what they found; saying before what that costs |
 | ``paper`` | the paper's own numbers |
 """

@@ -12,8 +12,7 @@ from revode.files import human_bytes
 from revode.reproduce import paper
 from revode.reproduce.item import ABSENT, SMOKE, SMOKE_NOTE, Chart, Findings, Item, Outcome, Scope, Table, percent
 from revode.reproduce.step_cost import StepCost
-from revode.reproduce.task import Measurement, Setup, Task, TaskFailed
-from revode.reproduce.training import TrainingRun
+from revode.reproduce.task import Measurement, Setup, Task, TaskFailed, TrainingRun
 from revode.training.runs import read_metrics
 
 DEEP, BASELINE = "hamiltonian-1202", "resnet-1202"

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from revode.reproduce.task import Task
-from revode.reproduce.training import TrainingRun
+from revode.reproduce.task import Task, TrainingRun
 
 ABSENT = "–"
 SMOKE_NOTE = "Smoke budget: tiny networks for a few steps on the embedded digits. The numbers mean nothing."
