@@ -92,6 +92,15 @@ def read_json(path: Path) -> Any:
         raise ValueError(f"{path} is damaged ({error}); delete it and run the command again") from error
 
 
+def read_json_lines(path: Path) -> list[Any]:
+    """The values in a file with one JSON value a line; a line cut short by a crash is left out, no file has no lines."""
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError):
+            rows.append(json.loads(line))
+    return rows
+
+
 @contextlib.contextmanager
 def locked(folder: Path, flag: str = "--out") -> Iterator[None]:
     """Create `folder` and be its only writer until the end. The lock dies with the process, however that ends.

@@ -19,9 +19,9 @@ from revode.reproduce.run import make_scope, reproduce
 from revode.reproduce.step_cost import StepCost
 from revode.reproduce.task import TEST_IMAGES, TRAIN_IMAGES, Setup, Task, TrainingRun
 from revode.training.distributed import Group
-from revode.training.interruption import Interrupted
 from revode.training.job import Job
 from revode.training.loop import train
+from revode.training.terminal import Interrupted
 
 SETTINGS = {"epochs": None, "max_steps": 6, "batch_size": 16, "evaluate_every": 0, "log_every": 1, "report": False}
 

@@ -9,14 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from revode.training.checkpoint import random_states, restore_random_states
 from revode.training.config import OptimizationConfig
-from revode.training.optimization import (
-    AveragedWeights,
-    learning_rate,
-    make_optimizer,
-    random_states,
-    restore_random_states,
-)
+from revode.training.job import AveragedWeights, learning_rate, make_optimizer
 
 
 def rates(num_steps: int = 100, steps_per_epoch: int = 10, **settings) -> list[float]:

@@ -15,8 +15,8 @@ from tiny_runs import FLAGS, read_rows, tiny, without_batch_statistics
 
 from revode.files import locked, read_json
 from revode.training import train
-from revode.training.launching import ProcessFailed, train_in_processes
-from revode.training.scoring import load_run, score_run
+from revode.training.distributed import ProcessFailed, train_in_processes
+from revode.training.run import load_run, score_run
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
 
@@ -155,8 +155,8 @@ def test_a_directory_in_use_is_one_sentence(tmp_path, capfd):
 def test_a_signal_reaches_all_processes_and_the_run_goes_on(tmp_path):
     script = (
         "import sys; from pathlib import Path; from tiny_runs import tiny\n"
-        "from revode.training.interruption import Interrupted\n"
-        "from revode.training.launching import train_in_processes\n"
+        "from revode.training.terminal import Interrupted\n"
+        "from revode.training.distributed import train_in_processes\n"
         "config = tiny(max_steps=int(sys.argv[2]), evaluate_every=0, schedule='constant')\n"
         "try: train_in_processes(config, Path(sys.argv[1]), 2)\n"
         "except Interrupted as error: print(error); sys.exit(error.exit_code)"

@@ -13,8 +13,8 @@ import torch
 from tiny_runs import command, tiny
 
 from revode.training import load_run, train
-from revode.training.depth import depth_profile
-from revode.training.figures import confusion_matrix
+from revode.training.diagnosis import depth_profile
+from revode.training.report import confusion_matrix
 
 HEADINGS = ("Training", "Memory", "Over depth", "Classes", "Configuration and environment")
 

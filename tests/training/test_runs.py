@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from revode.files import locked
-from revode.training.runs import MetricsLog, check_vacant, existing_run, read_metrics, remove_run, vacant_folder
+from revode.training.run import MetricsLog, check_vacant, existing_run, read_metrics, remove_run, vacant_folder
 
 
 def test_two_processes_cannot_write_one_run(tmp_path):
@@ -86,6 +86,7 @@ def test_metrics_on_a_full_disk_are_one_sentence(tmp_path):
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     log = MetricsLog.__new__(MetricsLog)
     log.path = tmp_path / "metrics.jsonl"
+    log._board = None
     log._stream = open(log.path, "wb")  # noqa: SIM115 (closed below)
     with pytest.raises(ValueError, match="No space left"):
         log.write(step=1)

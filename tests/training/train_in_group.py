@@ -12,19 +12,19 @@ from typing import Any
 
 from tiny_runs import tiny, without_batch_statistics
 
-from revode.training import Interrupted, job, train
+from revode.training import Interrupted, job, loop, train
 
 
 def stop_at(step: int) -> None:
     """Have rank 0 receive SIGTERM in the update after `step`."""
-    apply_gradient = job.Job.apply_gradient
+    apply_gradient = loop.Training.apply_gradient
 
-    def apply_and_stop(self: Any, done: int) -> None:
-        apply_gradient(self, done)
-        if done + 1 == step and self.group.leads:
+    def apply_and_stop(self: Any) -> None:
+        apply_gradient(self)
+        if self.position.step + 1 == step and self.job.group.leads:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    job.Job.apply_gradient = apply_and_stop
+    loop.Training.apply_gradient = apply_and_stop
 
 
 def main(folder: str, *words: str) -> int:

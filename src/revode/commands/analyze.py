@@ -115,7 +115,7 @@ def _network(subject: str, options: str, seed: int) -> tuple[Any, str | None]:
             "--options belongs to a network by name: trained weights keep the options they were trained with"
         )
     if path.is_dir():
-        from revode.training.scoring import load_run
+        from revode.training.run import load_run
 
         found = load_run(path)
         return found.model, found.config.data.dataset

@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
     """Print accuracy and loss."""
     import json
 
-    from revode.training.scoring import load_run, score_run
+    from revode.training.run import load_run, score_run
 
     use_threads(args.threads)
     found = load_run(args.run, args.device)

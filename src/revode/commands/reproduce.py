@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     from revode.reproduce.estimates import listing
     from revode.reproduce.run import make_scope, reproduce
     from revode.reproduce.task import HOME, Setup
-    from revode.training.interruption import Interrupted
+    from revode.training.terminal import Interrupted
 
     if args.processes < 1:
         raise ValueError(f"--processes is {args.processes}; expected at least 1")

@@ -50,8 +50,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
 
     from revode.training.diagnosis import Diverged
-    from revode.training.interruption import Interrupted
     from revode.training.loop import train
+    from revode.training.terminal import Interrupted
 
     asked = set(given)
     if args.config:

@@ -23,7 +23,7 @@ from revode.reproduce.item import (
     trained_item,
 )
 from revode.training.config import RECIPES
-from revode.training.runs import read_metrics
+from revode.training.run import read_metrics
 
 NAMES = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100"}
 DAMPING = 0.01

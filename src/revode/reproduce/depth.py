@@ -13,7 +13,7 @@ from revode.reproduce import paper
 from revode.reproduce.item import ABSENT, SMOKE, SMOKE_NOTE, Chart, Findings, Item, Outcome, Scope, Table, percent
 from revode.reproduce.step_cost import StepCost
 from revode.reproduce.task import Measurement, Setup, Task, TaskFailed, TrainingRun
-from revode.training.runs import read_metrics
+from revode.training.run import read_metrics
 
 DEEP, BASELINE = "hamiltonian-1202", "resnet-1202"
 CPU_STEPS, NUM_TIMED, NUM_IMAGES = 300, 3, 4
@@ -50,7 +50,7 @@ class OverDepth(Measurement):
         from revode import data
         from revode.stability import signal_propagation
         from revode.training.job import build_model
-        from revode.training.scoring import load_run
+        from revode.training.run import load_run
 
         if setup.finished(self.run) is None:
             raise TaskFailed(f"{self.title}: its training has no result")

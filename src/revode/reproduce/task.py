@@ -19,7 +19,7 @@ from revode.files import commit, locked, machine, read_json, versions, write_jso
 from revode.networks.config import ReversibleConfig
 from revode.networks.zoo import model_config
 from revode.training.config import Config, configure
-from revode.training.runs import RESULT
+from revode.training.run import RESULT
 
 HOME = Path("runs") / "reproduce"
 
@@ -266,7 +266,7 @@ class TrainingRun(Task):
 
     def execute(self, setup: Setup) -> dict[str, Any]:
         """Train, or go on from the last checkpoint; the training room locks the directory."""
-        from revode.training.launching import ProcessFailed, train_in_processes
+        from revode.training.distributed import ProcessFailed, train_in_processes
         from revode.training.loop import train
 
         if setup.processes == 1:

@@ -17,21 +17,21 @@ if TYPE_CHECKING:
     from revode.training.config import configure as configure
     from revode.training.diagnosis import Diverged as Diverged
     from revode.training.export import export_onnx as export_onnx
-    from revode.training.interruption import Interrupted as Interrupted
+    from revode.training.loop import Monitor as Monitor
     from revode.training.loop import train as train
-    from revode.training.monitors import Monitor as Monitor
     from revode.training.report import write_report as write_report
-    from revode.training.scoring import load_run as load_run
+    from revode.training.run import load_run as load_run
+    from revode.training.terminal import Interrupted as Interrupted
 
 _HOMES = {
     "Config": "config",
     "Diverged": "diagnosis",
-    "Interrupted": "interruption",
-    "Monitor": "monitors",
+    "Interrupted": "terminal",
+    "Monitor": "loop",
     "RECIPES": "config",
     "configure": "config",
     "export_onnx": "export",
-    "load_run": "scoring",
+    "load_run": "run",
     "train": "loop",
     "write_report": "report",
 }

@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or not there.
+"""Checkpoints that are whole or not there, all that they remember, and where a run goes on from.
 
 A checkpoint is one file of `torch.save`: a zip archive whose directory stands at its end, so a file cut short at any byte has
 none, and whose records carry a CRC-32, so a changed byte shows. `write_checkpoint` writes beside the old file, makes it
@@ -8,18 +8,29 @@ durable, and renames; the checkpoint before is kept as ``previous.ckpt``, and `r
 from __future__ import annotations
 
 import io
+import math
 import pickle
+import shutil
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from revode.files import write_atomically
+from revode.files import read_json, write_atomically
+from revode.training.config import LEAVES, Config, flatten, from_leaves, read_yaml
+from revode.training.distributed import copy_whole, whole
+from revode.training.job import Job
 
 FORMAT = "revode-training-1"
 LAST, PREVIOUS, BEST = "last.ckpt", "previous.ckpt", "best.ckpt"
+CONFIG, METRICS, RESULT = "config.yaml", "metrics.jsonl", "result.json"
+WEIGHTS, REPORT = "model.safetensors", "report.html"
+FILES = (CONFIG, METRICS, RESULT, LAST, PREVIOUS, BEST, WEIGHTS, REPORT)
+"""What a run writes."""
 
 
 def write_checkpoint(path: Path, state: dict[str, Any], keep_as: Path | None = None) -> None:
@@ -89,3 +100,228 @@ def read_newest(folder: Path, note: Callable[[str], None]) -> dict[str, Any] | N
     if faults:
         raise ValueError(f"{'; '.join(faults)}; no good checkpoint is left: start again with --overwrite")
     return None
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one update saw: sums over this process's images, and the norm of the gradient over all."""
+
+    loss_sum: float
+    num_correct: int
+    num_images: int
+    gradient_norm: float
+
+    @property
+    def finite(self) -> bool:
+        """Whether loss and gradient are numbers."""
+        return math.isfinite(self.loss_sum) and math.isfinite(self.gradient_norm)
+
+
+@dataclass
+class Position:
+    """Where a run stands.
+
+    Attributes:
+        step: Updates done; epoch and place in it follow from it.
+        evaluated_at: The step of the last evaluation.
+        best_accuracy: On the validation split, or None.
+        best_step: Where that was.
+        seconds: Spent training, over all its processes' lives.
+        peak_activation_bytes: Measured on the first update.
+        loss_sum, num_correct, num_images: This process's sums since the last line of metrics.
+    """
+
+    step: int = 0
+    evaluated_at: int = -1
+    best_accuracy: float | None = None
+    best_step: int | None = None
+    seconds: float = 0.0
+    peak_activation_bytes: int = 0
+    loss_sum: float = 0.0
+    num_correct: int = 0
+    num_images: int = 0
+
+    def count(self, result: StepResult) -> None:
+        """Add one update's sums."""
+        self.loss_sum += result.loss_sum
+        self.num_correct += result.num_correct
+        self.num_images += result.num_images
+
+    def clear(self) -> None:
+        """Start the sums anew."""
+        self.loss_sum, self.num_correct, self.num_images = 0.0, 0, 0
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    """The model's state on the CPU, put together from all processes; all of them must call it."""
+    return {name: whole(tensor.detach()).cpu() for name, tensor in model.state_dict().items()}
+
+
+def collect(job: Job, position: Position, plan: dict[str, Any], metrics_offset: int) -> dict[str, Any]:
+    """The state of a run in types that load with ``weights_only=True``. All processes must call it."""
+    optimizer = job.optimizer.state_dict()
+    momenta = {
+        index: {name: whole(value).cpu() if isinstance(value, Tensor) else value for name, value in entry.items()}
+        for index, entry in optimizer["state"].items()
+    }
+    average = None
+    if job.average is not None:
+        tensors = {name: whole(tensor).cpu() for name, tensor in job.average.tensors.items()}
+        average = {"num_updates": job.average.num_updates, "tensors": tensors}
+    processes = job.group.gather({"random": random_states(), "position": asdict(position)})
+    return {
+        "step": position.step,
+        "config": job.config.to_dict(),
+        "model": weights(job.model),
+        "momenta": momenta,
+        "average": average,
+        "scaler": job.scaler.state_dict(),
+        "processes": processes,
+        "plan": plan,
+        "metrics_offset": metrics_offset,
+    }
+
+
+def restore(job: Job, state: dict[str, Any]) -> Position:
+    """Put a run back to where `collect` found it, and return its position."""
+    own = job.model.state_dict()
+    if own.keys() != state["model"].keys():
+        odd = sorted(own.keys() ^ state["model"].keys())[0]
+        raise ValueError(f"the checkpoint does not fit {job.config.model.name}: only one of them has {odd!r}")
+    for name, tensor in own.items():
+        copy_whole(tensor, state["model"][name])
+    _restore_momenta(job, state["momenta"])
+    if job.average is not None and state["average"] is not None:
+        job.average.num_updates = state["average"]["num_updates"]
+        for name, tensor in job.average.tensors.items():
+            copy_whole(tensor, state["average"]["tensors"][name])
+    job.scaler.load_state_dict(state["scaler"])
+    processes = state["processes"]
+    if len(processes) != job.group.world_size:
+        # Sums of a line in progress cannot be shared out anew; give them all to the first.
+        entries = [Position(**process["position"]) for process in processes]
+        position = entries[0]
+        if job.group.leads:
+            for entry in entries[1:]:
+                position.count(StepResult(entry.loss_sum, entry.num_correct, entry.num_images, 0.0))
+        else:
+            position.clear()
+        return position
+    mine = processes[job.group.rank]
+    restore_random_states(mine["random"])
+    return Position(**mine["position"])
+
+
+def _restore_momenta(job: Job, momenta: dict[int, dict[str, Any]]) -> None:
+    """Give each parameter its momentum, in the layout and the shard that the parameter has."""
+    parameters = [p for group in job.optimizer.param_groups for p in group["params"]]
+    for index, entry in momenta.items():
+        parameter = parameters[index]
+        restored = dict(entry)
+        for name, value in entry.items():
+            if isinstance(value, Tensor):
+                restored[name] = parameter.detach().clone()
+                copy_whole(restored[name], value)
+        job.optimizer.state[parameter] = restored
+
+
+def random_states() -> dict[str, Any]:
+    """The states of torch's generators, in types that load with ``weights_only=True``."""
+    return {
+        "cpu": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def restore_random_states(states: dict[str, Any]) -> None:
+    """Set torch's generators to what `random_states` returned."""
+    torch.set_rng_state(states["cpu"])
+    if states["cuda"] and len(states["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(states["cuda"])
+
+
+_FREE = frozenset(
+    "device threads data_root report log_every checkpoint_every tensorboard monitor monitor_every evaluation_batch_size "
+    "epochs max_steps".split()
+)
+"""Settings that may change on resume: where and how it runs, what it writes down, and how long it goes on."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a run starts with: its configuration and, on resume, the state to go on from."""
+
+    config: Config
+    state: dict[str, Any] = field(default_factory=dict)
+    home: Path | None = None
+    """The directory of the run that goes on."""
+    result: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def metrics_offset(self) -> int:
+        """Bytes of metrics that belong to the state."""
+        return self.state.get("metrics_offset", 0)
+
+    def finished(self, num_steps: int) -> bool:
+        """Whether the run has its result already."""
+        return self.result.get("steps", -1) >= num_steps
+
+    def copy_to(self, folder: Path) -> None:
+        """Copy the lines before the checkpoint and the best weights so far, if the run goes on in another directory."""
+        if self.home is None or self.home == folder:
+            return
+        if (self.home / METRICS).exists():
+            shutil.copyfile(self.home / METRICS, folder / METRICS)
+        if (self.home / BEST).exists():
+            write_atomically(folder / BEST, (self.home / BEST).read_bytes())
+
+
+def find_source(
+    config: Config, folder: Path | None, resume: str | None, given: Sequence[str], note: Callable[[str], None]
+) -> Source:
+    """Decide what to start from.
+
+    Args:
+        config: What was asked for.
+        folder: The run directory.
+        resume: None, ``"auto"``, or a run or checkpoint.
+        given: Settings that were asked for by name; a resumed run refuses those that would make it another run.
+        note: Called with what the user should know.
+    """
+    if resume is None or folder is None:
+        return Source(config)
+    path = folder if resume == "auto" else Path(resume)
+    if resume == "auto" or path.is_dir():
+        home, state = path, read_newest(path, note)
+    else:
+        home, state = path.parent, read_checkpoint(path)
+    if state is None:
+        if resume != "auto":
+            raise ValueError(f"{path} holds no checkpoint; give --resume a run directory or a .ckpt")
+        if (folder / CONFIG).exists():  # stopped before its first checkpoint: the same run from its beginning
+            config = merge(from_leaves(read_yaml(str(folder / CONFIG))), config, given, note)
+        return Source(config, home=folder, result=read_json(folder / RESULT) or {})
+    config = merge(from_leaves(flatten(state["config"], str(path))), config, given, note)
+    if home.resolve() != folder.resolve():
+        return Source(config, state, home)
+    return Source(config, state, folder, read_json(folder / RESULT) or {})
+
+
+def merge(old: Config, new: Config, given: Sequence[str], note: Callable[[str], None]) -> Config:
+    """The configuration `old` of a run with the given settings of `new`, as far as they leave it the same run."""
+    ours, theirs = old.leaves(), new.leaves()
+    changed = {name: theirs[name] for name in given if theirs[name] != ours[name]}
+    fixed = [name for name in changed if name not in _FREE]
+    if fixed:
+        name = fixed[0]
+        raise ValueError(
+            f"the run to resume has {LEAVES[name].path} {ours[name]}, but {theirs[name]} was asked for; "
+            "leave that out, or start another run with another --out"
+        )
+    if changed.keys() & {"epochs", "max_steps"} and ours["schedule"] in ("cosine", "one-cycle"):
+        note(
+            f"the {ours['schedule']} schedule now spans another length: the result is not that of one uninterrupted run"
+        )
+    if "threads" in changed:
+        note("another number of threads may change the last bits of the result")
+    return from_leaves({**ours, **changed})

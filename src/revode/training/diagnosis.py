@@ -1,7 +1,7 @@
-"""Why a training broke: the first place and quantity that is not a number, and the likely cause.
+"""A network watched over its depth: why a training broke, how well states are reconstructed, how large their gradients are.
 
-The network is run once more on the batch that broke it, with an eye on every branch: states enter branches, so the largest
-magnitude at each entry is the course of the signal over depth.
+States enter branches, so hooks on the branches see the course of the signal over depth. When a training has broken, the network
+is run once more on the batch that broke it: the first place and quantity that is not a number tells the likely cause.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from revode.engine import ReversibleSequence
-from revode.training.job import Job, StepResult
+from revode.training.checkpoint import StepResult
+from revode.training.job import Job
 from revode.training.planning import use_strategy
 
 
@@ -172,3 +174,80 @@ def _learning_rate_cause(job: Job, step: int) -> str:
     clip = "" if job.config.optimization.clip else " or --clip 1"
     lower = job.config.optimization.lr / 3
     return f"the learning rate was {rate:.3g} at this step; if it rose too fast, try --lr {lower:.1g}{clip}"
+
+
+@dataclass
+class UnitProfile:
+    """One reversible sequence, branch by branch from its input to its output.
+
+    Attributes:
+        name: ``unit 1``, ...
+        reconstruction_error: ‖state computed back - state‖ / ‖state‖, after walking back from the end.
+        gradient_norm: ‖∂loss/∂state‖.
+    """
+
+    name: str
+    reconstruction_error: list[float] = field(default_factory=list)
+    gradient_norm: list[float] = field(default_factory=list)
+
+
+def depth_profile(model: nn.Module, images: Tensor, labels: Tensor) -> list[UnitProfile]:
+    """The profile of every reversible sequence of `model` on these images; empty if it has none."""
+    model = copy.deepcopy(model).eval()
+    use_strategy(model, "store")
+    for parameter in model.parameters():
+        parameter.grad = None
+    sequences = [module for module in model.modules() if isinstance(module, ReversibleSequence)]
+    watches = [_Watch(f"unit {number}", sequence) for number, sequence in enumerate(sequences, 1)]
+    F.cross_entropy(model(images), labels).backward()
+    return [watch.profile() for watch in watches]
+
+
+class _Watch:
+    """Hooks on one sequence that keep the state entering each branch, and the norm of its gradient."""
+
+    def __init__(self, name: str, sequence: ReversibleSequence) -> None:
+        self.name = name
+        self.sequence = sequence
+        self.states: list[Tensor] = []
+        self.gradient_norm = [0.0] * len(sequence.fields)
+        self.handles = [sequence.register_forward_pre_hook(self._enter)]
+        for index, branch in enumerate(sequence.fields):
+            self.handles.append(branch.register_forward_pre_hook(self._hook(index)))
+
+    def _enter(self, module: nn.Module, inputs: Any) -> None:
+        self.input = inputs[0]
+
+    def _hook(self, index: int) -> Any:
+        def look(module: nn.Module, inputs: Any) -> None:
+            q = inputs[0]
+            self.states.append(q.detach())
+            if q.requires_grad:
+                q.register_hook(lambda grad: self.gradient_norm.__setitem__(index, float(grad.norm())))
+
+        return look
+
+    def profile(self) -> UnitProfile:
+        """The profile, once forward and backward have run."""
+        for handle in self.handles:
+            handle.remove()
+        return UnitProfile(self.name, self._reconstruction_error(), self.gradient_norm)
+
+    @torch.no_grad()
+    def _reconstruction_error(self) -> list[float]:
+        """Walk back from the final pair and compare with what went forward; the state before branch 1 is the first."""
+        sequence = self.sequence
+        round_to_grid = None if sequence.grid is None else sequence.grid.round
+        _, (q, q_next) = sequence(_detached(self.input), return_state=True)
+        errors: list[float] = []
+        for index in reversed(range(1, len(sequence.fields))):
+            u = sequence.fields[index](q)
+            p = sequence.scheme.coupling(index).reverse(q, q_next, u, round_to_grid)
+            expected = self.states[index - 1]
+            errors.append(float((p - expected).norm() / expected.norm().clamp(min=1e-30)))
+            q, q_next = p, q
+        return errors[::-1]
+
+
+def _detached(x: Any) -> Any:
+    return x.detach() if isinstance(x, Tensor) else tuple(part.detach() for part in x)

@@ -11,7 +11,7 @@ import torch
 
 from revode import data
 from revode.files import write_atomically
-from revode.training.scoring import load_run
+from revode.training.run import load_run
 
 TOLERANCE = 1e-4
 """Largest difference of class scores, relative to the largest score, that counts as the same network."""

@@ -1,39 +1,25 @@
-"""Everything a configuration stands for, built: data, network, optimizer; and the one step that all of it is for."""
+"""Everything a configuration stands for, built: data, network, optimizer, and the average of the weights.
+
+The learning rate is a pure function of the step, so that a resumed run needs to remember nothing of it.
+"""
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from revode import data
 from revode.networks import StagedClassifier, create_model
 from revode.networks.zoo import model_config
-from revode.regularizers import smoothness_gradient_
-from revode.training.config import Config
-from revode.training.distributed import Group, gradients_stay_local, parallelize, synchronize_batch_norm
-from revode.training.optimization import AveragedWeights, learning_rate, make_optimizer
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one update saw: sums over this process's images, and the norm of the gradient over all."""
-
-    loss_sum: float
-    num_correct: int
-    num_images: int
-    gradient_norm: float
-
-    @property
-    def finite(self) -> bool:
-        """Whether loss and gradient are numbers."""
-        return math.isfinite(self.loss_sum) and math.isfinite(self.gradient_norm)
+from revode.regularizers import decay_groups
+from revode.training.config import Config, OptimizationConfig
+from revode.training.distributed import Group, parallelize, synchronize_batch_norm
 
 
 def build_model(config: Config, info: data.DatasetInfo) -> StagedClassifier:
@@ -64,35 +50,53 @@ def network_options(config: Config, info: data.DatasetInfo) -> dict[str, Any]:
     return options | settings.options
 
 
+def choose_images(config: Config, dataset: data.Dataset) -> tuple[data.Split, data.Split | None]:
+    """The images that a run trains on, and those that it holds out, if any."""
+    settings, seed = config.data, config.execution.seed
+    split = data.subset(dataset.train, settings.train_fraction, seed)
+    return data.hold_out(split, settings.validation, seed) if settings.validation else (split, None)
+
+
 class Job:
     """A configured training: what is fixed (data, sizes) and what moves (weights, momentum, averages).
 
     Args:
         config: The configuration.
         group: The processes it runs on.
+
+    Attributes:
+        model: The network itself.
+        network: What to call in training: the model, perhaps replicated, sharded or compiled.
+        notes: What the user should know, in sentences.
     """
 
     def __init__(self, config: Config, group: Group) -> None:
-        self.config = config
-        self.group = group
+        self.config, self.group = config, group
+        execution, optimization = config.execution, config.optimization
         # A network that does not exist should not cost a download first.
         model_config(config.model.name, **network_options(config, data.describe(config.data.dataset)))
         self.dataset = data.load(config.data.dataset, config.record.data_root).to(group.device)
-        self.train_split, self.validation_split = self._choose_images()
-        self.memory_format = torch.channels_last if config.execution.channels_last else torch.contiguous_format
-        self._count_steps()
-        torch.manual_seed(config.execution.seed)
-        self.model: nn.Module = self._make_model()
-        # Equal weights everywhere, then noise of its own for each process.
-        torch.manual_seed(config.execution.seed + group.rank)
+        self.train_split, self.validation_split = choose_images(config, self.dataset)
+        self.memory_format = torch.channels_last if execution.channels_last else torch.contiguous_format
+        self.steps_per_epoch, self.num_steps = self._count_steps()
         self.notes: list[str] = []
 
-    def _choose_images(self) -> tuple[data.Split, data.Split | None]:
-        settings, seed = self.config.data, self.config.execution.seed
-        split = data.subset(self.dataset.train, settings.train_fraction, seed)
-        return data.hold_out(split, settings.validation, seed) if settings.validation else (split, None)
+        torch.manual_seed(execution.seed)
+        self.model: nn.Module = self.fresh_model()
+        # Equal weights everywhere, then noise of its own for each process.
+        torch.manual_seed(execution.seed + group.rank)
+        if execution.sync_batch_norm:
+            self.model, note = synchronize_batch_norm(self.model, group)
+            self.notes.append(f"--sync-batch-norm: {note}")
+        self.network = parallelize(self.model, execution, group)
+        if execution.compile:
+            self.network = cast(nn.Module, torch.compile(self.network))
+        self.optimizer = make_optimizer(self.model, optimization)
+        self.average = AveragedWeights(self.model, optimization.ema) if optimization.ema else None
+        self.scaler = torch.amp.GradScaler(group.device.type, enabled=execution.autocast == "float16")
 
-    def _count_steps(self) -> None:
+    def _count_steps(self) -> tuple[int, int]:
+        """Updates in an epoch and in all."""
         settings, parts = self.config.optimization, self.group.world_size * self.config.optimization.accumulate
         if settings.batch_size % parts:
             raise ValueError(
@@ -100,28 +104,21 @@ class Job:
                 f"{self.group.world_size} processes; use a multiple of {parts}"
             )
         data.batches(len(self.train_split), settings.batch_size, seed=0, epoch=0)  # refuses what cannot be cut
-        self.steps_per_epoch = data.num_batches(len(self.train_split), settings.batch_size)
-        bounds = [settings.max_steps, settings.epochs and settings.epochs * self.steps_per_epoch]
-        self.num_steps = min(bound for bound in bounds if bound is not None)
+        per_epoch = data.num_batches(len(self.train_split), settings.batch_size)
+        bounds = [settings.max_steps, settings.epochs and settings.epochs * per_epoch]
+        return per_epoch, min(bound for bound in bounds if bound is not None)
 
-    def _make_model(self) -> nn.Module:
+    @property
+    def sharded(self) -> bool:
+        """Whether the weights are spread over processes."""
+        return self.config.execution.parallel == "fsdp" and self.group.world_size > 1
+
+    def fresh_model(self) -> nn.Module:
+        """The network with fresh weights, on its device and in its memory format, not yet wrapped."""
         model = build_model(self.config, self.dataset).to(self.group.device)
-        if self.config.execution.parallel == "fsdp" and self.group.world_size > 1:
+        if self.sharded:
             return model  # FSDP2 shards contiguous parameters only
         return model.to(memory_format=self.memory_format)  # type: ignore[call-overload]
-
-    def start(self) -> None:
-        """Make what needs the final parameters: the wrapped network, the optimizer, the average."""
-        execution, optimization = self.config.execution, self.config.optimization
-        if execution.sync_batch_norm:  # not earlier: rank 0 plans alone, and would wait for the others' statistics
-            self.model, note = synchronize_batch_norm(self.model, self.group)
-            self.notes.append(f"--sync-batch-norm: {note}")
-        self.network = parallelize(self.model, execution, self.group)
-        if execution.compile:
-            self.network = cast(nn.Module, torch.compile(self.network))
-        self.optimizer = make_optimizer(self.model, optimization)
-        self.average = AveragedWeights(self.model, optimization.ema) if optimization.ema else None
-        self.scaler = torch.amp.GradScaler(self.group.device.type, enabled=execution.autocast == "float16")
 
     @property
     def evaluation_split(self) -> tuple[str, data.Split] | None:
@@ -132,12 +129,11 @@ class Job:
 
     def batches_from(self, step: int) -> Iterator[tuple[int, Tensor]]:
         """The epoch and this process's images of every update from `step` on."""
-        settings = self.config.optimization
         epoch, skip = divmod(step, self.steps_per_epoch)
         while True:
             for indices in data.batches(
                 len(self.train_split),
-                settings.batch_size,
+                self.config.optimization.batch_size,
                 seed=self.config.execution.seed,
                 epoch=epoch,
                 rank=self.group.rank,
@@ -150,17 +146,10 @@ class Job:
     def images(self, indices: Tensor, epoch: int) -> tuple[Tensor, Tensor]:
         """The images at `indices` as the network sees them in `epoch`, and their labels."""
         batch = self.train_split.take(indices)
-        if self.config.data.augment:
-            x = data.augment(
-                batch.images,
-                indices,
-                self.dataset,
-                seed=self.config.execution.seed,
-                epoch=epoch,
-                memory_format=self.memory_format,
-            )
-        else:
-            x = data.standardise(batch.images, self.dataset, memory_format=self.memory_format)
+        if not self.config.data.augment:
+            return data.standardise(batch.images, self.dataset, memory_format=self.memory_format), batch.labels
+        seed, memory_format = self.config.execution.seed, self.memory_format
+        x = data.augment(batch.images, indices, self.dataset, seed=seed, epoch=epoch, memory_format=memory_format)
         return x, batch.labels
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
@@ -174,44 +163,6 @@ class Job:
         """The learning rate of the update from `step` to `step + 1`."""
         return learning_rate(self.config.optimization, step, self.num_steps, self.steps_per_epoch)
 
-    def accumulate_gradient(self, indices: Tensor, epoch: int) -> StepResult:
-        """The gradient of the batch's mean loss, with decay and clipping, left in the parameters."""
-        settings = self.config.optimization
-        loss_sum, num_correct = 0.0, 0
-        parts = indices.chunk(settings.accumulate)
-        for number, part in enumerate(parts, 1):
-            x, labels = self.images(part, epoch)
-            with gradients_stay_local(self.network, number < len(parts)):
-                with self.autocast():
-                    scores = self.network(x)
-                loss = F.cross_entropy(scores.float(), labels, label_smoothing=settings.label_smoothing)
-                self.scaler.scale(loss / len(parts)).backward()
-            loss_sum += float(loss.detach()) * len(part)
-            num_correct += int((scores.argmax(1) == labels).sum())
-        self.scaler.unscale_(self.optimizer)
-        return StepResult(loss_sum, num_correct, len(indices), self._finish_gradient())
-
-    def _finish_gradient(self) -> float:
-        """Add the smoothness decay, clip, and return the norm before clipping."""
-        settings = self.config.optimization
-        if settings.smoothness:
-            smoothness_gradient_(self.model, settings.smoothness)
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        norm = nn.utils.get_total_norm(gradients)
-        if settings.clip:
-            nn.utils.clip_grads_with_norm_(self.model.parameters(), settings.clip, norm)
-        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # type: ignore[union-attr]
-
-    def apply_gradient(self, step: int) -> None:
-        """Update weights and average, and clear the gradient."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.learning_rate(step)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
-        if self.average is not None:
-            self.average.update(self.model)
-
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
         """Within, the model has its averaged weights, if it keeps an average."""
@@ -223,3 +174,78 @@ class Job:
             yield
         finally:
             self.average.swap(self.model)
+
+
+def make_optimizer(model: nn.Module, config: OptimizationConfig) -> torch.optim.SGD:
+    """SGD with momentum; convolution and linear weights decay, biases and norms do not."""
+    return torch.optim.SGD(
+        decay_groups(model, config.weight_decay), lr=config.lr, momentum=config.momentum, nesterov=config.nesterov
+    )
+
+
+def learning_rate(config: OptimizationConfig, step: int, num_steps: int, steps_per_epoch: int) -> float:
+    """The learning rate of the update from `step` to `step + 1`.
+
+    Args:
+        config: Peak, kind of schedule and its constants.
+        step: Updates done so far.
+        num_steps: Updates of the whole run.
+        steps_per_epoch: What an epoch's milestone is worth.
+    """
+    if config.schedule == "one-cycle":
+        return config.lr * one_cycle(step / max(1, num_steps), config.warmup_fraction)
+    warmup = min(1.0, (step + 1) / config.warmup_steps) if config.warmup_steps else 1.0
+    if config.schedule == "cosine":
+        progress = max(0, step - config.warmup_steps) / max(1, num_steps - config.warmup_steps)
+        return config.lr * warmup * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    if config.schedule == "step":
+        unit = steps_per_epoch if config.milestone_unit == "epochs" else 1
+        passed = bisect.bisect_right([milestone * unit for milestone in sorted(config.milestones)], step)
+        return config.lr * warmup * config.decay_factor**passed
+    return config.lr * warmup
+
+
+def one_cycle(progress: float, rise: float, start: float = 0.04, end: float = 0.001) -> float:
+    """A cosine up from `start` to 1 over the share `rise` of the run, then a cosine down to `end` (Smith 2018)."""
+    if progress < rise:
+        return start + (1 - start) * 0.5 * (1 - math.cos(math.pi * progress / rise))
+    return end + (1 - end) * 0.5 * (1 + math.cos(math.pi * (progress - rise) / (1 - rise)))
+
+
+class AveragedWeights:
+    """The exponential moving average of parameters and floating-point buffers.
+
+    Its decay rises to `decay` as (1 + n) / (10 + n), so that the first, random weights do not linger.
+
+    Args:
+        model: The model to follow.
+        decay: What is kept of the average in each update.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.decay = decay
+        self.num_updates = 0
+        self.tensors = {name: tensor.detach().clone() for name, tensor in _state(model).items()}
+
+    @torch.no_grad()
+    def update(self, model: nn.Module) -> None:
+        """Move the average towards the model."""
+        self.num_updates += 1
+        decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
+        for name, tensor in _state(model).items():
+            if tensor.is_floating_point():
+                self.tensors[name].lerp_(tensor.detach(), 1 - decay)
+            else:
+                self.tensors[name].copy_(tensor)
+
+    @torch.no_grad()
+    def swap(self, model: nn.Module) -> None:
+        """Exchange the average with the model's own weights; twice is as before."""
+        for name, tensor in _state(model).items():
+            held = tensor.detach().clone()
+            tensor.detach().copy_(self.tensors[name])
+            self.tensors[name].copy_(held)
+
+
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}

@@ -1,4 +1,4 @@
-"""The training loop, to be read from top to bottom: `train`, `_fit`, and what they record.
+"""The training loop, to be read from top to bottom: `train`, `Training.fit` and its step, and what they record.
 
 A run is a pure function of its configuration and its thread count: stopped anywhere and resumed, it ends with the same bits.
 """
@@ -9,28 +9,42 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from revode.data import standardise
 from revode.engine.grid import OutOfRange
 from revode.files import locked, write_atomically
-from revode.training import state as states
-from revode.training.checkpoint import BEST, LAST, PREVIOUS, read_checkpoint, write_checkpoint
+from revode.regularizers import smoothness_gradient_
+from revode.training import checkpoint
+from revode.training.checkpoint import BEST, CONFIG, LAST, METRICS, PREVIOUS, Position, Source, StepResult
 from revode.training.config import Config
 from revode.training.diagnosis import Diverged, diagnose, diagnose_weights
-from revode.training.distributed import Group, process_group
-from revode.training.evaluation import Score, evaluate
-from revode.training.finishing import finish
-from revode.training.interruption import Interrupted, Interruption
-from revode.training.job import Job, StepResult
-from revode.training.monitors import Monitor, make_monitors
+from revode.training.distributed import Group, gradients_stay_local, process_group
+from revode.training.job import Job
 from revode.training.planning import PeakActivations, Plan, make_plan
-from revode.training.progress import Progress
-from revode.training.resuming import Source, find_source
-from revode.training.runs import CONFIG, METRICS, MetricsLog, check_vacant, remove_run, vacant_folder
+from revode.training.run import MetricsLog, Score, check_vacant, evaluate, finish, remove_run, vacant_folder
+from revode.training.terminal import Interrupted, Interruption, Progress
+
+_NUM_MONITORED = 4
+"""Images that ``--monitor`` looks at."""
+
+
+class Monitor(Protocol):
+    """Called on rank 0 every ``record.monitor_every`` updates; its numbers become a line of ``metrics.jsonl``.
+
+    It may look at the model and at its gradients, and must leave both as they are.
+    """
+
+    def on_step(self, model: nn.Module, step: int) -> Mapping[str, float]:
+        """Name -> number after update `step`."""
+        ...
 
 
 def train(
@@ -61,33 +75,277 @@ def train(
     """
     if resume is not None and overwrite:
         raise ValueError("--resume keeps a run and --overwrite replaces it; give one of them")
-    say = print if int(os.environ.get("RANK", "0")) == 0 else _ignore
+    leads = int(os.environ.get("RANK", "0")) == 0
     folder = _named_folder(out, resume)
-    source = find_source(config, folder, resume, given, say)
+    source = checkpoint.find_source(config, folder, resume, given, print if leads else lambda text: None)
     with process_group(source.config.execution) as group, Interruption() as interruption:
         folder = _agree_on_folder(source.config, folder, overwrite or source.home == folder, group)
         job = Job(source.config, group)
         with _writing(folder, group):
             if source.finished(job.num_steps):
-                say(f"{folder} is finished, at step {source.result['steps']}: nothing is left to do")
+                if leads:
+                    print(f"{folder} is finished, at step {source.result['steps']}: nothing is left to do")
                 return source.result
             if source.result and not source.state:
                 raise ValueError(
                     f"{folder} is finished, at step {source.result['steps']}, and has no checkpoint to go on from; "
                     "replace it with --overwrite, or give another --out"
                 )
-            if group.world_size > 1 and job.config.execution.parallel == "fsdp":
-                _refuse_sharded(job, monitors)
-            watchers = [*make_monitors(job), *monitors]
-            return _Run(job, folder, source, interruption, watchers, overwrite).train()
+            watchers = [*_own_monitors(job), *monitors]
+            _refuse_what_shards_cannot(job, watchers)
+            plan = source.state["plan"] if source.state else group.decided_by_leader(lambda: _measure_plan(job))
+            position = checkpoint.restore(job, source.state) if source.state else Position()
+            images = job.config.optimization.batch_size
+            with (
+                _recording(job, folder, source, position.step, overwrite) as metrics,
+                Progress(job.num_steps, position.step, images, not group.leads) as progress,
+            ):
+                training = Training(job, folder, plan, position, metrics, progress, interruption, watchers)
+                training.announce()
+                training.fit()
+                score, weights_of = training.final_score()
+            weights = checkpoint.weights(job.model)
+            return finish(job, folder, position, plan, score, weights, weights_of) if group.leads else {}
 
 
-def _refuse_sharded(job: Job, monitors: Sequence[Monitor]) -> None:
-    """Raise on what cannot be had with weights spread over processes."""
-    if job.config.record.monitor or monitors:
-        raise ValueError("monitors look at whole weights, which --parallel fsdp never has; use ddp, or no monitor")
-    if job.config.model.options.get("memory_budget") is not None:
-        raise ValueError("memory_budget is kept by measuring branches, which --parallel fsdp shards; use ddp")
+@dataclass
+class Training:
+    """One call of `train`: a job, its directory, and where it stands."""
+
+    job: Job
+    folder: Path
+    plan: dict[str, Any]
+    position: Position
+    metrics: MetricsLog | None
+    progress: Progress
+    interruption: Interruption
+    monitors: Sequence[Monitor]
+    last_score: Score | None = None
+
+    def fit(self) -> None:
+        """Update until all steps are done; evaluate, record, save and stop where that is due."""
+        job, position, record = self.job, self.position, self.job.config.record
+        batches = job.batches_from(position.step)
+        started = time.perf_counter() - position.seconds
+        job.model.train()
+        while True:
+            if self._evaluation_due():
+                self._evaluate()
+            position.seconds = time.perf_counter() - started
+            if signal_number := job.group.largest(self.interruption.signal_number):
+                self._save()
+                raise Interrupted(signal_number, position.step, self.folder)
+            if position.step >= job.num_steps:
+                self._save()
+                return
+
+            epoch, indices = next(batches)
+            with self._measuring_memory(), self._staying_in_range():
+                result = self.compute_gradient(indices, epoch)
+            self._require_finite(result, indices, epoch)
+            self.apply_gradient()
+
+            position.step += 1
+            position.count(result)
+            position.seconds = time.perf_counter() - started
+            if position.step % record.log_every == 0 or position.step == job.num_steps:
+                self._log(epoch, result)
+            if self.monitors and position.step % record.monitor_every == 0:
+                self._monitor()
+            if position.step % record.checkpoint_every == 0:
+                self._save()
+
+    def compute_gradient(self, indices: Tensor, epoch: int) -> StepResult:
+        """The gradient of the batch's mean loss, with smoothness decay and clipping, left in the parameters."""
+        job, settings = self.job, self.job.config.optimization
+        loss_sum, num_correct = 0.0, 0
+        parts = indices.chunk(settings.accumulate)
+        for number, part in enumerate(parts, 1):
+            x, labels = job.images(part, epoch)
+            with gradients_stay_local(job.network, number < len(parts)):
+                with job.autocast():
+                    scores = job.network(x)
+                loss = F.cross_entropy(scores.float(), labels, label_smoothing=settings.label_smoothing)
+                job.scaler.scale(loss / len(parts)).backward()
+            loss_sum += float(loss.detach()) * len(part)
+            num_correct += int((scores.argmax(1) == labels).sum())
+        job.scaler.unscale_(job.optimizer)
+        if settings.smoothness:
+            smoothness_gradient_(job.model, settings.smoothness)
+        norm = nn.utils.get_total_norm([p.grad for p in job.model.parameters() if p.grad is not None])
+        if settings.clip:
+            nn.utils.clip_grads_with_norm_(job.model.parameters(), settings.clip, norm)
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # type: ignore[union-attr]
+        return StepResult(loss_sum, num_correct, len(indices), float(norm))
+
+    def apply_gradient(self) -> None:
+        """Update weights and average, and clear the gradient."""
+        job = self.job
+        for group in job.optimizer.param_groups:
+            group["lr"] = job.learning_rate(self.position.step)
+        job.scaler.step(job.optimizer)
+        job.scaler.update()
+        job.optimizer.zero_grad(set_to_none=True)
+        if job.average is not None:
+            job.average.update(job.model)
+
+    def announce(self) -> None:
+        """Say what is trained, and what it will cost."""
+        config, step = self.job.config, self.position.step
+        name, dataset = config.model.name, config.data.dataset
+        if step:
+            self.progress.line(f"going on with {name} on {dataset} at step {step} of {self.job.num_steps}")
+        else:
+            self.progress.line(f"training {name} on {dataset}, recipe {config.recipe}, in {self.folder}")
+            for line in Plan(**self.plan).lines():
+                self.progress.line(line)
+        for note in self.job.notes:
+            self.progress.line(note)
+
+    def _write(self, **values: Any) -> None:
+        """One line of metrics, by rank 0."""
+        if self.metrics is not None:
+            self.metrics.write(step=self.position.step, **values)
+
+    @contextlib.contextmanager
+    def _measuring_memory(self) -> Iterator[None]:
+        """Count activations on the first update; where hooks cannot see them (compiled, sharded), take the plan's number."""
+        position, execution = self.position, self.job.config.execution
+        if position.peak_activation_bytes:
+            yield
+        elif execution.compile or self.job.sharded:
+            position.peak_activation_bytes = max(1, self.plan["activation_bytes"][self.plan["strategy"]])
+            yield
+        else:
+            with PeakActivations(self.job.model.parameters()) as peak:
+                yield
+            position.peak_activation_bytes = max(1, peak.num_bytes)
+
+    def _log(self, epoch: int, result: StepResult) -> None:
+        """Write the means since the last line."""
+        position, group = self.position, self.job.group
+        sums = torch.tensor([position.loss_sum, position.num_correct, position.num_images], dtype=torch.float64)
+        loss, correct, images = group.sum(sums.to(group.device)).tolist()
+        position.clear()
+        self._write(
+            kind="train",
+            epoch=epoch,
+            loss=loss / images,
+            accuracy=correct / images,
+            lr=self.job.learning_rate(position.step - 1),
+            gradient_norm=result.gradient_norm if math.isfinite(result.gradient_norm) else None,
+        )
+        self.progress.step(position.step, loss / images, correct / images)
+
+    def _evaluation_due(self) -> bool:
+        """Whether an evaluation belongs here: at the end of every few epochs, and at the end of the run."""
+        step, every = self.position.step, self.job.config.record.evaluate_every * self.job.steps_per_epoch
+        if self.position.evaluated_at == step or not step or self.job.evaluation_split is None:
+            return False
+        return step == self.job.num_steps or (every > 0 and step % every == 0)
+
+    def _evaluate(self) -> None:
+        """Score the averaged weights on the evaluation split, and keep the best if it is held-out data."""
+        assert self.job.evaluation_split is not None
+        name, split = self.job.evaluation_split
+        position = self.position
+        try:
+            with self.job.averaged():
+                score = self._score(split)
+        except OutOfRange as error:  # running statistics that are not ripe may send states there; training goes on
+            if position.step == self.job.num_steps:
+                self._save()
+                raise self._diverged(f"its evaluation failed: {error}") from error
+            self.progress.line(f"not evaluated after step {position.step}: {error}")
+            position.evaluated_at = position.step
+            return
+        if score is None:
+            return
+        self.last_score = score
+        position.evaluated_at = position.step
+        epoch = (position.step - 1) // self.job.steps_per_epoch
+        self._write(kind="evaluation", epoch=epoch, split=name, loss=score.loss, accuracy=score.accuracy)
+        self.progress.line(f"epoch {epoch + 1:>3}  {name} loss {score.loss:.3f}  accuracy {score.accuracy:6.2%}")
+        if name == "validation" and (position.best_accuracy is None or score.accuracy >= position.best_accuracy):
+            position.best_accuracy, position.best_step = score.accuracy, position.step
+            self._save(BEST)
+
+    def _score(self, split: Any, stoppable: bool = True) -> Score | None:
+        score = evaluate(
+            self.job.model,
+            split,
+            self.job.dataset,
+            self.job.group,
+            batch_size=self.job.config.record.evaluation_batch_size,
+            memory_format=self.job.memory_format,
+            should_stop=lambda: stoppable and bool(self.interruption.signal_number),
+        )
+        if score is not None and not math.isfinite(score.loss):
+            raise self._diverged(f"evaluation found a loss of {score.loss}")
+        return score
+
+    def final_score(self) -> tuple[Score | None, str]:
+        """The test score of the weights that are kept: the best on held-out images, else the last."""
+        weights_of = "last step"
+        best = self.job.group.from_leader(self._read_best() if self.job.group.leads else None)
+        if best is not None:
+            checkpoint.restore(self.job, best)
+            weights_of = f"step {self.position.best_step}, best on the validation split"
+        if self.job.average is not None:
+            self.job.average.swap(self.job.model)  # for good: these are the weights to keep
+        test = self.job.dataset.test
+        if self.job.validation_split is None and self.last_score is not None:
+            return self.last_score, weights_of
+        with self._staying_in_range():
+            return None if test is None else self._score(test, stoppable=False), weights_of
+
+    def _read_best(self) -> dict[str, Any] | None:
+        """The best checkpoint so far; None without one, or if the run went on from a time before the one on disk."""
+        if self.position.best_step is None or not (self.folder / BEST).exists():
+            return None
+        best = checkpoint.read_checkpoint(self.folder / BEST)
+        return best if best["step"] == self.position.best_step else None
+
+    def _monitor(self) -> None:
+        if not self.job.group.leads:
+            return
+        device = self.job.group.device
+        for monitor in self.monitors:
+            with torch.random.fork_rng([device] if device.type == "cuda" else []):
+                values = monitor.on_step(self.job.model, self.position.step)
+            if values:
+                numbers = {name: float(value) for name, value in values.items()}
+                self._write(kind="monitor", **{n: x if math.isfinite(x) else None for n, x in numbers.items()})
+
+    def _save(self, name: str = LAST) -> None:
+        """Write a checkpoint; the one before it stays as ``previous.ckpt``."""
+        offset = self.metrics.sync() if self.metrics is not None else 0
+        state = checkpoint.collect(self.job, self.position, self.plan, offset)
+        if self.job.group.leads:
+            keep_as = self.folder / PREVIOUS if name == LAST else None
+            checkpoint.write_checkpoint(self.folder / name, state, keep_as)
+
+    @contextlib.contextmanager
+    def _staying_in_range(self) -> Iterator[None]:
+        """States that leave the range of the grid have diverged, unless they never were inside: that is bad input."""
+        try:
+            yield
+        except OutOfRange as error:
+            if not self.position.step:
+                raise
+            raise self._diverged(str(error)) from error
+
+    def _require_finite(self, result: StepResult, indices: Tensor, epoch: int) -> None:
+        """Stop before an update that would ruin the weights; under float16 the scaler skips such updates itself."""
+        finite = result.finite or (self.job.scaler.is_enabled() and result.loss_sum == result.loss_sum)
+        if self.job.group.largest(int(not finite)):
+            step, mean = self.position.step, result.loss_sum / max(1, result.num_images)
+            text = diagnose(self.job, indices, epoch, step, result) if self.job.group.world_size == 1 else ""
+            raise self._diverged(f"loss {mean:.4g}, norm of the gradient {result.gradient_norm:.4g}", text)
+
+    def _diverged(self, what: str, diagnosis: str | None = None) -> Diverged:
+        step = self.position.step
+        return Diverged(step, what, diagnose_weights(self.job, step) if diagnosis is None else diagnosis, self.folder)
 
 
 def _named_folder(out: str | Path | None, resume: str | None) -> Path | None:
@@ -123,8 +381,53 @@ def _writing(folder: Path, group: Group) -> Iterator[None]:
         yield
 
 
-def _ignore(text: str) -> None:
-    """Say nothing."""
+def _own_monitors(job: Job) -> list[Monitor]:
+    """The monitor that ``--monitor`` asks for, on the first training images without augmentation."""
+    if not job.config.record.monitor:
+        return []
+    from revode.stability import StabilityMonitor
+    from revode.stability.walk import reversible_units
+
+    reversible_units(job.model)  # refuses a network that has none, before anything is written
+    images = job.train_split.take(torch.arange(_NUM_MONITORED)).images
+    return [StabilityMonitor(standardise(images, job.dataset), num_images=_NUM_MONITORED)]
+
+
+def _refuse_what_shards_cannot(job: Job, monitors: Sequence[Monitor]) -> None:
+    """Raise on what does not work with weights spread over processes."""
+    if job.sharded and monitors:
+        raise ValueError("monitors look at whole weights, which --parallel fsdp never has; use ddp, or no monitor")
+    if job.sharded and job.config.model.options.get("memory_budget") is not None:
+        raise ValueError("memory_budget is kept by measuring branches, which --parallel fsdp shards; use ddp")
+
+
+def _measure_plan(job: Job) -> dict[str, Any]:
+    """The cost of the run, measured by rank 0 on a network of its own."""
+    settings, device = job.config.optimization, job.group.device
+    size = settings.batch_size // settings.accumulate // job.group.world_size
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        model = job.fresh_model()
+    x, labels = job.images(torch.arange(size), 0)
+    return make_plan(model, x, job.num_steps, settings.accumulate, job.autocast, labels).to_dict()
+
+
+@contextlib.contextmanager
+def _recording(job: Job, folder: Path, source: Source, step: int, overwrite: bool) -> Iterator[MetricsLog | None]:
+    """Rank 0 opens the files of the run, once all that can be refused has been looked at."""
+    if not job.group.leads:
+        yield None
+        return
+    make_board = _board_maker() if job.config.record.tensorboard else None
+    if overwrite:
+        remove_run(folder)
+    write_atomically(folder / CONFIG, job.config.to_yaml())
+    source.copy_to(folder)
+    board = make_board(str(folder), purge_step=step or None) if make_board is not None else None
+    log = MetricsLog(folder / METRICS, source.metrics_offset, board)
+    try:
+        yield log
+    finally:
+        log.close()
 
 
 def _board_maker() -> Any:
@@ -133,276 +436,3 @@ def _board_maker() -> Any:
     except ImportError as error:
         raise ValueError(f"--tensorboard needs the package tensorboard ({error}); install revode[train]") from error
     return SummaryWriter
-
-
-class _Run:
-    """One call of `train`: a job, its directory, and where it stands."""
-
-    def __init__(
-        self,
-        job: Job,
-        folder: Path,
-        source: Source,
-        interruption: Interruption,
-        monitors: Sequence[Monitor],
-        overwrite: bool,
-    ) -> None:
-        self.job = job
-        self.group = job.group
-        self.record = job.config.record
-        self.folder = folder
-        self.source = source
-        self.interruption = interruption
-        self.monitors = monitors
-        self.overwrite = overwrite
-        self._last_score: Score | None = None
-
-    def train(self) -> dict[str, Any]:
-        """Plan or restore, fit, and finish."""
-        self.plan = self._make_plan()
-        self.job.start()
-        self.position = states.restore(self.job, self.source.state) if self.source.state else states.Position()
-        self._open_files()
-        images = self.job.config.optimization.batch_size
-        try:
-            with Progress(self.job.num_steps, self.position.step, images, not self.group.leads) as self.progress:
-                self._announce()
-                self._fit()
-                score, weights_of = self._final_score()
-        finally:
-            self._close_files()
-        weights = states.weights(self.job.model)
-        if not self.group.leads:
-            return {}
-        return finish(self.job, self.folder, self.position, self.plan, score, weights, weights_of)
-
-    def _fit(self) -> None:
-        """Update until all steps are done; evaluate, record, save and stop where that is due."""
-        job, position = self.job, self.position
-        batches = job.batches_from(position.step)
-        started = time.perf_counter() - position.seconds
-        job.model.train()
-        while True:
-            if self._evaluation_due():
-                self._evaluate()
-            position.seconds = time.perf_counter() - started
-            if signal_number := self.group.largest(self.interruption.signal_number):
-                self._save()
-                raise Interrupted(signal_number, position.step, self.folder)
-            if position.step >= job.num_steps:
-                self._save()
-                return
-
-            epoch, indices = next(batches)
-            with self._measuring_memory(), self._staying_in_range():
-                result = job.accumulate_gradient(indices, epoch)
-            self._require_finite(result, indices, epoch)
-            job.apply_gradient(position.step)
-
-            position.step += 1
-            position.count(result)
-            position.seconds = time.perf_counter() - started
-            if position.step % self.record.log_every == 0 or position.step == job.num_steps:
-                self._log(epoch, result)
-            if self.monitors and position.step % self.record.monitor_every == 0:
-                self._monitor()
-            if position.step % self.record.checkpoint_every == 0:
-                self._save()
-
-    def _make_plan(self) -> dict[str, Any]:
-        """The cost of the run, measured by rank 0 on a copy; a resumed run knows it already."""
-        if self.source.state:
-            return self.source.state["plan"]
-        return self.group.decided_by_leader(self._measure_plan)
-
-    def _measure_plan(self) -> dict[str, Any]:
-        job = self.job
-        settings = job.config.optimization
-        size = settings.batch_size // settings.accumulate // self.group.world_size
-        x, labels = job.images(torch.arange(size), 0)
-        plan = make_plan(job.model, x, job.num_steps, settings.accumulate, job.autocast, labels)
-        return plan.to_dict()
-
-    def _announce(self) -> None:
-        config = self.job.config
-        name, dataset, step = config.model.name, config.data.dataset, self.position.step
-        if step:
-            self.progress.line(f"going on with {name} on {dataset} at step {step} of {self.job.num_steps}")
-        else:
-            self.progress.line(f"training {name} on {dataset}, recipe {config.recipe}, in {self.folder}")
-            for line in Plan(**self.plan).lines() if self.group.leads else []:
-                self.progress.line(line)
-        for note in self.job.notes:
-            self.progress.line(note)
-
-    def _open_files(self) -> None:
-        self.metrics: MetricsLog | None = None
-        self.board: Any = None
-        if not self.group.leads:
-            return
-        make_board = _board_maker() if self.record.tensorboard else None
-        if self.overwrite:  # not before all that can be refused has been looked at
-            remove_run(self.folder)
-        write_atomically(self.folder / CONFIG, self.job.config.to_yaml())
-        self.source.bring_along(self.folder)
-        self.metrics = MetricsLog(self.folder / METRICS, self.source.metrics_offset)
-        if make_board is not None:
-            self.board = make_board(str(self.folder), purge_step=self.position.step or None)
-
-    def _close_files(self) -> None:
-        if self.metrics is not None:
-            self.metrics.close()
-        if self.board is not None:
-            self.board.close()
-
-    def _write(self, **values: Any) -> None:
-        """One line of metrics, by rank 0."""
-        if self.metrics is None:
-            return
-        self.metrics.write(step=self.position.step, **values)
-        if self.board is not None:
-            kind = values["kind"]
-            for name, value in values.items():
-                if isinstance(value, float):
-                    self.board.add_scalar(f"{kind}/{name}", value, self.position.step)
-
-    @contextlib.contextmanager
-    def _measuring_memory(self) -> Iterator[None]:
-        """Count activations on the first update; where hooks cannot see them (compiled, sharded), take the plan's number."""
-        position, execution = self.position, self.job.config.execution
-        if position.peak_activation_bytes:
-            yield
-        elif execution.compile or (execution.parallel == "fsdp" and self.group.world_size > 1):
-            planned = self.plan["activation_bytes"][self.plan["strategy"]] if self.plan else 1
-            position.peak_activation_bytes = max(1, planned)
-            yield
-        else:
-            with PeakActivations(self.job.model.parameters()) as peak:
-                yield
-            position.peak_activation_bytes = max(1, peak.num_bytes)
-
-    def _log(self, epoch: int, result: StepResult) -> None:
-        """Write the means since the last line."""
-        position = self.position
-        sums = torch.tensor([position.loss_sum, position.num_correct, position.num_images], dtype=torch.float64)
-        loss, correct, images = self.group.sum(sums.to(self.group.device)).tolist()
-        position.clear()
-        self._write(
-            kind="train",
-            epoch=epoch,
-            loss=loss / images,
-            accuracy=correct / images,
-            lr=self.job.learning_rate(position.step - 1),
-            gradient_norm=result.gradient_norm if math.isfinite(result.gradient_norm) else None,
-        )
-        self.progress.step(position.step, loss / images, correct / images)
-
-    def _evaluation_due(self) -> bool:
-        """Whether an evaluation belongs here: at the end of every few epochs, and at the end of the run."""
-        step, every = self.position.step, self.record.evaluate_every * self.job.steps_per_epoch
-        if self.position.evaluated_at == step or not step or self.job.evaluation_split is None:
-            return False
-        return step == self.job.num_steps or (every > 0 and step % every == 0)
-
-    def _evaluate(self) -> None:
-        """Score the averaged weights on the evaluation split, and keep the best if it is held-out data."""
-        assert self.job.evaluation_split is not None
-        name, split = self.job.evaluation_split
-        position = self.position
-        try:
-            with self.job.averaged():
-                score = self._score(split)
-        except OutOfRange as error:  # running statistics that are not ripe may send states there; training goes on
-            if position.step == self.job.num_steps:
-                self._save()
-                raise self._diverged(f"its evaluation failed: {error}") from error
-            self.progress.line(f"not evaluated after step {position.step}: {error}")
-            position.evaluated_at = position.step
-            return
-        if score is None:
-            return
-        self._last_score = score
-        position.evaluated_at = position.step
-        epoch = (position.step - 1) // self.job.steps_per_epoch
-        self._write(kind="evaluation", epoch=epoch, split=name, loss=score.loss, accuracy=score.accuracy)
-        self.progress.line(f"epoch {epoch + 1:>3}  {name} loss {score.loss:.3f}  accuracy {score.accuracy:6.2%}")
-        if name == "validation" and (position.best_accuracy is None or score.accuracy >= position.best_accuracy):
-            position.best_accuracy, position.best_step = score.accuracy, position.step
-            self._save(BEST)
-
-    def _score(self, split: Any, stoppable: bool = True) -> Score | None:
-        score = evaluate(
-            self.job.model,
-            split,
-            self.job.dataset,
-            self.group,
-            batch_size=self.record.evaluation_batch_size,
-            memory_format=self.job.memory_format,
-            should_stop=(lambda: bool(self.interruption.signal_number)) if stoppable else (lambda: False),
-        )
-        if score is not None and not math.isfinite(score.loss):
-            raise self._diverged(f"evaluation found a loss of {score.loss}")
-        return score
-
-    @contextlib.contextmanager
-    def _staying_in_range(self) -> Iterator[None]:
-        """States that leave the range of the grid have diverged, unless they never were inside: that is bad input."""
-        try:
-            yield
-        except OutOfRange as error:
-            if not self.position.step:
-                raise
-            raise self._diverged(str(error)) from error
-
-    def _diverged(self, what: str, diagnosis: str | None = None) -> Diverged:
-        step = self.position.step
-        return Diverged(step, what, diagnose_weights(self.job, step) if diagnosis is None else diagnosis, self.folder)
-
-    def _final_score(self) -> tuple[Score | None, str]:
-        """The test score of the weights that are kept: the best on held-out images, else the last."""
-        weights_of = "last step"
-        best = self.group.from_leader(self._read_best() if self.group.leads else None)
-        if best is not None:
-            states.restore(self.job, best)
-            weights_of = f"step {self.position.best_step}, best on the validation split"
-        if self.job.average is not None:
-            self.job.average.swap(self.job.model)  # for good: these are the weights to keep
-        test = self.job.dataset.test
-        if self.job.validation_split is None and self._last_score is not None:
-            return self._last_score, weights_of
-        with self._staying_in_range():
-            return None if test is None else self._score(test, stoppable=False), weights_of
-
-    def _read_best(self) -> dict[str, Any] | None:
-        """The best checkpoint so far; None without one, or if the run went on from a time before the one on disk."""
-        if self.position.best_step is None or not (self.folder / BEST).exists():
-            return None
-        best = read_checkpoint(self.folder / BEST)
-        return best if best["step"] == self.position.best_step else None
-
-    def _monitor(self) -> None:
-        if not self.group.leads:
-            return
-        devices = [self.group.device] if self.group.device.type == "cuda" else []
-        for monitor in self.monitors:
-            with torch.random.fork_rng(devices):
-                values = monitor.on_step(self.job.model, self.position.step)
-            if values:
-                numbers = {name: float(value) for name, value in values.items()}
-                self._write(kind="monitor", **{n: x if math.isfinite(x) else None for n, x in numbers.items()})
-
-    def _save(self, name: str = LAST) -> None:
-        """Write a checkpoint; the one before it stays as ``previous.ckpt``."""
-        offset = self.metrics.sync() if self.metrics is not None else 0
-        state = states.collect(self.job, self.position, self.plan, offset)
-        if self.group.leads:
-            keep_as = self.folder / PREVIOUS if name == LAST else None
-            write_checkpoint(self.folder / name, state, keep_as)
-
-    def _require_finite(self, result: StepResult, indices: torch.Tensor, epoch: int) -> None:
-        """Stop before an update that would ruin the weights; under float16 the scaler skips such updates itself."""
-        finite = result.finite or (self.job.scaler.is_enabled() and result.loss_sum == result.loss_sum)
-        if self.group.largest(int(not finite)):
-            step, mean = self.position.step, result.loss_sum / max(1, result.num_images)
-            text = diagnose(self.job, indices, epoch, step, result) if self.group.world_size == 1 else ""
-            raise self._diverged(f"loss {mean:.4g}, norm of the gradient {result.gradient_norm:.4g}", text)

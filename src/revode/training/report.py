@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
+from torch import Tensor
 
 from revode import data
+from revode.charts import INK, Points, bars, chart, chart_style, lines, svg
 from revode.files import human_bytes, human_time
 from revode.page import Page
-from revode.training import figures
-from revode.training.depth import UnitProfile, depth_profile
-from revode.training.runs import REPORT, existing_run, read_metrics
-from revode.training.scoring import Run, images_as_seen, load_run
+from revode.training.diagnosis import depth_profile
+from revode.training.run import REPORT, Run, existing_run, images_as_seen, load_run, read_metrics
 
 _NUM_MISTAKES = 12
 _NUM_PROFILE_IMAGES = 16
@@ -50,11 +52,7 @@ def write_report(folder: str | Path, data_root: str | None = None, out: str | Pa
     if dataset is not None and dataset.test is not None:
         _mistakes(page, run, dataset)
     _settings(page, run)
-    target = path / REPORT if out is None else Path(out)
-    try:
-        return page.write(target)
-    except OSError as error:
-        raise ValueError(f"cannot write {target} ({error.strerror}); give another place with --out") from error
+    return page.write(path / REPORT if out is None else Path(out))
 
 
 def _titles(run: Run) -> tuple[str, str]:
@@ -91,27 +89,38 @@ def _curves(page: Page, folder: Path) -> None:
     evaluations = [row for row in rows if row["kind"] == "evaluation"]
     end = f"; {evaluations[-1]['split']} loss ends at {evaluations[-1]['loss']:.3f}" if evaluations else ""
     page.figure(
-        figures.curves(rows, "loss", "loss"),
+        lines(_over_steps(rows, "loss"), "step", "loss"),
         "Cross-entropy, means between log lines. The training loss includes label smoothing, where that is on.",
         f"Training loss from {first['loss']:.3f} to {last['loss']:.3f}{end}",
     )
     page.figure(
-        figures.curves(rows, "accuracy", "accuracy, %", scale=100),
+        lines(_over_steps(rows, "accuracy", 100), "step", "accuracy, %"),
         "Accuracy on augmented training images, and on images not trained on.",
         f"Training accuracy from {first['accuracy']:.1%} to {last['accuracy']:.1%}",
     )
     page.figure(
-        figures.curves(rows, "lr", "learning rate"),
+        lines(_over_steps(rows, "lr"), "step", "learning rate"),
         "The learning rate.",
         f"Learning rate from {first['lr']:.3g} to {last['lr']:.3g}, at most {max(row['lr'] for row in train):.3g}",
     )
     norms = [row["gradient_norm"] for row in train if row["gradient_norm"] is not None]
     if norms:
         page.figure(
-            figures.curves(rows, "gradient_norm", "norm of the gradient", log=True),
+            lines(_over_steps(rows, "gradient_norm"), "step", "norm of the gradient", log_y=True),
             "Norm of the whole gradient before clipping.",
             f"Gradient norm from {norms[0]:.3g} to {norms[-1]:.3g}",
         )
+
+
+def _over_steps(rows: list[dict[str, Any]], quantity: str, scale: float = 1.0) -> dict[str, Points]:
+    """A quantity of the metrics over steps: in training, and on the evaluation split where it has it."""
+    series: dict[str, Points] = {}
+    for kind in ("train", "evaluation"):
+        found = [row for row in rows if row["kind"] == kind and row.get(quantity) is not None]
+        if found:
+            name = found[-1].get("split", kind)
+            series[name] = [row["step"] for row in found], [scale * row[quantity] for row in found]
+    return series
 
 
 def _memory(page: Page, run: Run) -> None:
@@ -124,7 +133,9 @@ def _memory(page: Page, run: Run) -> None:
     if "store" in sizes and used != "store":
         caption += f", {sizes['store'] / max(1, sizes[used]):.1f} times less than storing everything"
     listing = ", ".join(f"{name} {human_bytes(size)}" for name, size in sizes.items())
-    page.figure(figures.memory_bars(sizes, used), f"{caption}.", f"Activation memory: {listing}")
+    megabytes = {name: size / 1e6 for name, size in sizes.items()}
+    chart = bars(megabytes, "activations kept for backward, MB", unit=" MB", highlight=used)
+    page.figure(chart, f"{caption}.", f"Activation memory: {listing}")
 
 
 def _depth(page: Page, run: Run, dataset: data.Dataset) -> None:
@@ -133,27 +144,28 @@ def _depth(page: Page, run: Run, dataset: data.Dataset) -> None:
     if not profiles:
         return
     page.heading("Over depth")
-    _depth_figure(
-        page,
-        [profile for profile in profiles if profile.reconstruction_error],
-        lambda profile: profile.reconstruction_error,
-        "reconstruction error",
-        "States computed back from the end of each unit against those computed forward; 1e-12 stands for exact.",
-    )
-    _depth_figure(
-        page,
-        profiles,
-        lambda profile: profile.gradient_norm,
-        "gradient of the state",
-        "Norm of the loss's gradient by each state: where it neither grows nor shrinks, depth costs nothing.",
-    )
-
-
-def _depth_figure(page: Page, profiles: list[UnitProfile], values: Any, label: str, caption: str) -> None:
-    if profiles:
-        largest = max(max(values(profile)) for profile in profiles)
-        alt = f"The {label} over depth, at most {largest:.2g}"
-        page.figure(figures.over_depth(profiles, values, label), caption, alt)
+    for label, caption, values in (
+        (
+            "reconstruction error",
+            "States computed back from the end of each unit against those computed forward; 1e-12 stands for exact.",
+            [profile.reconstruction_error for profile in profiles],
+        ),
+        (
+            "gradient of the state",
+            "Norm of the loss's gradient by each state: where it neither grows nor shrinks, depth costs nothing.",
+            [profile.gradient_norm for profile in profiles],
+        ),
+    ):
+        if not any(values):
+            continue
+        series: dict[str, Points] = {}
+        start = 1
+        for profile, numbers in zip(profiles, values, strict=True):
+            if numbers:  # an error of 0 cannot be shown on a logarithmic axis
+                series[profile.name] = list(range(start, start + len(numbers))), [max(x, 1e-12) for x in numbers]
+            start += len(numbers)
+        chart = lines(series, "branch, from input to output", label, log_y=True, mark=True)
+        page.figure(chart, caption, f"The {label} over depth, at most {max(max(x) for x in values if x):.2g}")
 
 
 def _classes(page: Page, run: Run) -> None:
@@ -164,13 +176,14 @@ def _classes(page: Page, run: Run) -> None:
     accuracies = [row[i] / max(1, sum(row)) for i, row in enumerate(confusion)]
     worst = min(range(len(names)), key=lambda i: accuracies[i])
     page.heading("Classes")
+    shown = sorted(range(len(names)), key=lambda i: accuracies[i])[:20] if len(names) > 20 else range(len(names))
     page.figure(
-        figures.class_bars(accuracies, names),
+        bars({names[i]: 100 * accuracies[i] for i in shown}, "accuracy, %", largest=112),
         "Accuracy of each class on the test images" + (" (the 20 lowest)." if len(names) > 20 else "."),
         f"Accuracies of the classes; lowest {names[worst]} with {accuracies[worst]:.1%}",
     )
     page.figure(
-        figures.confusion_matrix(confusion, names),
+        confusion_matrix(confusion, names),
         "Confusion matrix: what each class was taken for.",
         f"Confusion matrix of {len(names)} classes over {sum(map(sum, confusion))} images",
     )
@@ -194,7 +207,7 @@ def _mistakes(page: Page, run: Run, dataset: data.Dataset) -> None:
         return
     images, captions = images[:_NUM_MISTAKES], captions[:_NUM_MISTAKES]
     page.figure(
-        figures.mistakes(torch.stack(images), captions),
+        mistakes(torch.stack(images), captions),
         "The first mistakes among the test images: true class → what it was taken for.",
         f"Misclassified test images: {', '.join(captions)}",
     )
@@ -215,3 +228,37 @@ def _settings(page: Page, run: Run) -> None:
             f"result.json (without the confusion matrix), {os.path.basename(run.folder)}",
             json.dumps(shown, indent=2),
         )
+
+
+@chart(figsize=(5.4, 5.0))
+def confusion_matrix(axes: Any, confusion: list[list[int]], names: Sequence[str]) -> None:
+    """True classes down, predicted classes across; shares of the true class, with the counts written in."""
+    counts = numpy.array(confusion)
+    shares = counts / counts.sum(1, keepdims=True).clip(min=1)
+    axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
+    axes.grid(False)
+    axes.set(xlabel="predicted", ylabel="true")
+    if len(names) <= 20:
+        axes.set_xticks(range(len(names)), names, rotation=45 if max(map(len, names)) > 2 else 0, ha="right")
+        axes.set_yticks(range(len(names)), names)
+        for i, j in zip(*numpy.nonzero(counts), strict=True):
+            colour = "#ffffff" if shares[i, j] > 0.5 else "#303030"
+            axes.text(j, i, str(counts[i, j]), ha="center", va="center", fontsize=9, color=colour)
+
+
+def mistakes(images: Tensor, captions: Sequence[str]) -> str:
+    """Images with a caption each, in rows of four."""
+    from matplotlib.figure import Figure
+
+    columns = 4
+    rows = -(-len(captions) // columns)
+    with chart_style():
+        figure = Figure(figsize=(5.4, 1.62 * rows))
+        grid = list(figure.subplots(rows, columns, squeeze=False).flat)
+        for axes in grid:
+            axes.set_axis_off()
+        for axes, image, caption in zip(grid, images, captions, strict=False):
+            pixels = image.permute(1, 2, 0).numpy()
+            axes.imshow(pixels if pixels.shape[2] == 3 else pixels[:, :, 0], cmap="gray", interpolation="nearest")
+            axes.set_title(caption, fontsize=9, color=INK)
+        return svg(figure)

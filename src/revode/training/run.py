@@ -1,0 +1,335 @@
+"""The run directory: who may write it, what lies in it, and how it is read back, scored and finished.
+
+config.yaml metrics.jsonl result.json last.ckpt previous.ckpt best.ckpt model.safetensors report.html
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from revode import data
+from revode.data import DatasetInfo, Split
+from revode.files import commit, machine, read_json, read_json_lines, unwritable, versions, write_json
+from revode.networks.files import load, save
+from revode.training.checkpoint import CONFIG, FILES, METRICS, REPORT, RESULT, WEIGHTS, Position, read_newest
+from revode.training.config import Config, from_leaves, read_yaml
+from revode.training.distributed import Group, choose_device
+from revode.training.job import Job, build_model, choose_images
+
+_DERIVED = ("model.onnx", "stability.html", "stability.json", "events.out.tfevents.*")
+"""What ``export``, ``analyze`` and ``--tensorboard`` add by default: of the same network, so it goes with it."""
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether any file of a run lies in `folder`."""
+    return any((folder / name).exists() for name in FILES)
+
+
+def check_vacant(folder: Path) -> None:
+    """Refuse a folder that holds a run already, or is none."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file, not a directory; give another --out")
+    if holds_run(folder):
+        raise ValueError(
+            f"{folder} holds a run already; go on with it by --resume auto, replace it by --overwrite, "
+            "or give another --out"
+        )
+
+
+def vacant_folder(stem: Path) -> Path:
+    """`stem`, or `stem` with the first number behind it that holds no run yet."""
+    candidate, number = stem, 1
+    while holds_run(candidate):
+        number += 1
+        candidate = stem.with_name(f"{stem.name}-{number}")
+    return candidate
+
+
+def remove_run(folder: Path) -> None:
+    """Remove the files of a run and what was made of it, and nothing else, from `folder`."""
+    for name in FILES:
+        (folder / name).unlink(missing_ok=True)
+    for pattern in (*_DERIVED, ".*.part"):
+        for path in folder.glob(pattern):
+            path.unlink(missing_ok=True)
+
+
+class MetricsLog:
+    """``metrics.jsonl``: one JSON object a line, cut back on resume to what the checkpoint had seen.
+
+    Lines hold no times, so that a resumed run writes the very bytes of an uninterrupted one.
+
+    Args:
+        path: The file.
+        offset: Bytes to keep.
+        board: A TensorBoard writer that gets the numbers, too.
+    """
+
+    def __init__(self, path: Path, offset: int = 0, board: Any = None) -> None:
+        self.path = path
+        self._board = board
+        try:
+            self._stream = open(path, "ab")  # noqa: SIM115 (closed by `close`)
+            self._stream.truncate(min(offset, path.stat().st_size))
+            self._stream.seek(0, os.SEEK_END)
+        except OSError as error:
+            raise ValueError(f"cannot write {path} ({error.strerror}); give another --out") from error
+
+    def write(self, **values: Any) -> None:
+        """Append one line."""
+        self._guarded(lambda: self._stream.write(json.dumps(values, allow_nan=False).encode() + b"\n"))
+        self._guarded(self._stream.flush)
+        if self._board is not None:
+            for name, value in values.items():
+                if isinstance(value, float):
+                    self._board.add_scalar(f"{values['kind']}/{name}", value, values["step"])
+
+    def sync(self) -> int:
+        """Make all lines durable and return their length in bytes."""
+        self._guarded(lambda: os.fsync(self._stream.fileno()))
+        return self._stream.tell()
+
+    def _guarded(self, action: Any) -> None:
+        try:
+            action()
+        except OSError as error:
+            raise ValueError(
+                f"cannot write {self.path} ({error.strerror}); the last checkpoint is intact: "
+                "make room and go on with --resume auto"
+            ) from error
+
+    def close(self) -> None:
+        """Close the file."""
+        with contextlib.suppress(OSError):  # what could not be written was reported when it was
+            self._stream.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of ``metrics.jsonl``; a last line cut short by a crash is left out."""
+    return read_json_lines(folder / METRICS)
+
+
+def existing_run(folder: str | os.PathLike[str]) -> Path:
+    """`folder` as a path, if a run lies in it."""
+    path = Path(folder)
+    if not (path / CONFIG).is_file():
+        raise ValueError(
+            f"{path} holds no training run (no {CONFIG}); give a directory that `revode train --out` wrote"
+        )
+    return path
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a network does on a split.
+
+    Attributes:
+        loss: Mean cross-entropy.
+        accuracy: Fraction of images whose class scores highest.
+        confusion: Counts, true classes down, predicted classes across.
+    """
+
+    loss: float
+    accuracy: float
+    confusion: Tensor
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    split: Split,
+    info: DatasetInfo,
+    group: Group,
+    *,
+    batch_size: int,
+    memory_format: torch.memory_format = torch.contiguous_format,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Score | None:
+    """Score `model` on every image of `split` once; None if `should_stop` said so on the way.
+
+    Every process makes the same number of calls, since a sharded network answers only if all ask, and with the same
+    statistics, those of rank 0.
+    """
+    group.share_buffers(model)
+    was_training = model.training
+    model.eval()
+    dtype = torch.float32 if group.device.type == "mps" else torch.float64  # which MPS does not have
+    confusion = torch.zeros(info.num_classes, info.num_classes, dtype=dtype, device=group.device)
+    loss = torch.zeros((), dtype=dtype, device=group.device)
+    shares = list(data.evaluation_batches(len(split), batch_size, rank=group.rank, world_size=group.world_size))
+    try:
+        for index in range(group.largest(len(shares))):
+            if group.largest(int(should_stop())):
+                return None
+            batch = split.take(shares[index] if index < len(shares) else torch.zeros(1, dtype=torch.int64))
+            scores = model(data.standardise(batch.images, info, memory_format=memory_format)).float()
+            if index < len(shares):
+                loss += F.cross_entropy(scores, batch.labels, reduction="sum")
+                cells = batch.labels * info.num_classes + scores.argmax(1)
+                confusion += torch.bincount(cells, minlength=info.num_classes**2).view_as(confusion)
+    finally:
+        model.train(was_training)
+        if hasattr(model, "reshard"):
+            model.reshard()  # type: ignore[operator]  # without a backward pass, FSDP2 leaves the root whole
+    confusion, loss = group.sum(confusion).cpu(), group.sum(loss)
+    correct = float(confusion.diagonal().sum())
+    return Score(float(loss) / len(split), correct / len(split), confusion.to(torch.int64))
+
+
+@dataclass(frozen=True)
+class Run:
+    """What lies in a run directory.
+
+    Attributes:
+        folder: The directory.
+        config: Its configuration.
+        model: Its network, in evaluation mode.
+        weights_of: Which weights these are, in words.
+        result: What ``result.json`` holds; empty before the run is finished.
+    """
+
+    folder: Path
+    config: Config
+    model: nn.Module
+    weights_of: str
+    result: dict[str, Any]
+
+
+def load_run(folder: str | Path, device: str = "cpu") -> Run:
+    """Read a run: its kept weights if it is finished, else those of its newest checkpoint (averaged, if it averages)."""
+    path = existing_run(folder)
+    config = from_leaves(read_yaml(str(path / CONFIG)))
+    where = choose_device(device)
+    result = read_json(path / RESULT) or {}
+    if result and (path / WEIGHTS).exists():
+        return Run(path, config, load(path / WEIGHTS).to(where).eval(), result["weights_of"], result)
+    checkpoint = read_newest(path, print)
+    if checkpoint is None:
+        raise ValueError(f"{path} has no weights yet; wait for its first checkpoint, or resume it")
+    state = checkpoint["model"]
+    if checkpoint["average"] is not None:
+        state = {**state, **checkpoint["average"]["tensors"]}
+    model = build_model(config, data.describe(config.data.dataset))
+    model.load_state_dict(state)
+    return Run(path, config, model.to(where).eval(), f"checkpoint at step {checkpoint['step']}", result)
+
+
+def score_run(run: Run, split: str = "test", data_root: str | None = None) -> Score:
+    """The score of a run's network on ``"test"``, ``"validation"`` (as it was held out) or ``"train"`` images."""
+    dataset = data.load(run.config.data.dataset, data_root or run.config.record.data_root)
+    device = next(run.model.parameters()).device
+    images = choose_split(run.config, dataset, split).to(device)
+    size = run.config.record.evaluation_batch_size
+    score = evaluate(run.model, images, dataset, Group(0, 1, device), batch_size=size)
+    assert score is not None
+    return score
+
+
+def choose_split(config: Config, dataset: data.Dataset, name: str) -> data.Split:
+    """The images a run calls by this name."""
+    if name == "test":
+        return dataset.split("test")
+    kept, held_out = choose_images(config, dataset)
+    if name == "train":
+        return kept
+    if held_out is None:
+        raise ValueError("this run held out no validation images; score it on test or train")
+    return held_out
+
+
+def images_as_seen(dataset: data.Dataset, split: data.Split, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first `count` images of a split, standardised, and their labels."""
+    batch = split.take(torch.arange(min(count, len(split))))
+    return data.standardise(batch.images, dataset), batch.labels
+
+
+def finish(
+    job: Job,
+    folder: Path,
+    position: Position,
+    plan: dict[str, Any],
+    score: Score | None,
+    weights: dict[str, Tensor],
+    weights_of: str,
+) -> dict[str, Any]:
+    """Write ``model.safetensors``, ``result.json`` and ``report.html``; return the result."""
+    write_weights(job, weights, folder / WEIGHTS)
+    result = make_result(job, position, plan, score, weights_of)
+    write_json(folder / RESULT, result)
+    for line in summary(result):
+        print(line)
+    for name in (WEIGHTS, RESULT):
+        print(f"  {folder / name}")
+    if not job.config.record.report:
+        return result
+    quoted = shlex.quote(str(folder))
+    try:
+        from revode.training.report import write_report
+
+        print(f"  {write_report(folder, job.config.record.data_root)}")
+    except ImportError as error:
+        print(f"  no {REPORT}: {error}; install revode[plot] and run `revode report {quoted}`")
+    except Exception as error:  # the run is done and written: a page that fails must not make it look failed
+        print(f"  no {REPORT}: {type(error).__name__}: {error}; `revode report {quoted}` tries again")
+    return result
+
+
+def write_weights(job: Job, weights: dict[str, Tensor], path: Path) -> None:
+    """Write the network as `revode.load` reads it, from a whole copy: the job's own may be sharded."""
+    from safetensors import SafetensorError
+
+    model = build_model(job.config, job.dataset)
+    model.load_state_dict(weights)
+    try:
+        save(model, path)
+    except (OSError, SafetensorError) as error:
+        raise unwritable(path, error) from error
+
+
+def make_result(
+    job: Job, position: Position, plan: dict[str, Any], score: Score | None, weights_of: str
+) -> dict[str, Any]:
+    """What ``result.json`` holds; accuracies are fractions."""
+    config = job.config
+    return {
+        "model": config.model.name,
+        "dataset": config.data.dataset,
+        "recipe": config.recipe,
+        "params": plan["params"],
+        "test_accuracy": None if score is None else score.accuracy,
+        "test_loss": None if score is None else score.loss,
+        "validation_accuracy": position.best_accuracy,
+        "weights_of": weights_of,
+        "steps": position.step,
+        "epochs": position.step / job.steps_per_epoch,
+        "seconds": round(position.seconds, 3),
+        "images_per_second": round(position.step * config.optimization.batch_size / max(1e-9, position.seconds), 1),
+        "peak_activation_bytes": position.peak_activation_bytes,
+        "plan": plan,
+        "confusion": None if score is None else score.confusion.tolist(),
+        "seed": config.execution.seed,
+        "num_processes": job.group.world_size,
+        "machine": machine(job.group.device),
+        "versions": versions(),
+        "commit": commit(),
+    }
+
+
+def summary(result: dict[str, Any]) -> list[str]:
+    """The result in a line or two for a reader."""
+    accuracy = "no test images" if result["test_accuracy"] is None else f"test accuracy {result['test_accuracy']:.2%}"
+    line = f"done: {accuracy} after {result['steps']} steps in {result['seconds']:.1f} s"
+    return [line, f"      ({result['images_per_second']:.0f} images/s, weights of the {result['weights_of']})"]
