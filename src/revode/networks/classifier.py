@@ -173,7 +173,7 @@ class InvertibleClassifier(StagedClassifier):
     def readout(self, x: Features) -> Tensor:
         """The halves joined, or the newest of two states."""
         sequence = self.sequences()[-1].sequence
-        return sequence.scheme.readout(cast(State, x), sequence.split_dim)
+        return sequence.scheme.readout(cast(State, x), 1)
 
     def inverse(self, features: Tensor) -> Tensor:
         """The image whose `features` these are.
