@@ -51,6 +51,24 @@ def test_more_threads_than_any_machine_has(command, capsys) -> None:
     assert "100000; expected" in refused(capsys, *command, "--threads", "100000")
 
 
+@pytest.mark.parametrize(
+    ("command", "extras"),
+    [
+        (("train",), "train"),
+        (("train", "--print-config"), "train"),
+        (("eval", "nowhere"), "train"),
+        (("report", "nowhere"), "train,plot"),
+        (("export", "nowhere", "--onnx"), "train,export"),
+        (("reproduce", "memory"), "train,plot"),
+    ],
+)
+def test_a_package_that_is_missing_is_named_with_its_extra(command, extras, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    line = refused(capsys, *command)
+    assert "which is not installed" in line
+    assert f"install revode[{extras}]" in line
+
+
 def test_a_seed_out_of_range(capsys) -> None:
     assert "less than 2^63" in refused(capsys, "analyze", "hamiltonian-digits", "--seed", str(2**70))
 

@@ -117,6 +117,11 @@ def test_a_resumed_run_refuses_to_become_another(finished, capsys):
     assert "needs --out" in err
 
 
+def test_resuming_where_no_run_is_says_so_and_starts_one(tmp_path, capsys):
+    train(tiny(max_steps=1), tmp_path / "new", resume="auto")
+    assert f"there is no run in {tmp_path / 'new'} yet: this starts one" in capsys.readouterr().out
+
+
 def test_a_longer_run_goes_on_from_a_shorter_one(tmp_path):
     settings = {"schedule": "constant"}
     train(tiny(**settings, max_steps=6), tmp_path / "a")

@@ -15,10 +15,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the page and print its path."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ValueError(f"a report needs matplotlib ({error}); install revode[plot]") from error
     from revode.training.report import write_report
 
     print(write_report(args.run, args.data_root, args.out))

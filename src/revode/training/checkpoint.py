@@ -300,6 +300,8 @@ def find_source(
             raise ValueError(f"{path} holds no checkpoint; give --resume a run directory or a .ckpt")
         if (folder / CONFIG).exists():  # stopped before its first checkpoint: the same run from its beginning
             config = merge(from_leaves(read_yaml(str(folder / CONFIG))), config, given, note)
+        else:
+            note(f"there is no run in {folder} yet: this starts one")
         return Source(config, home=folder, result=read_json(folder / RESULT) or {})
     config = merge(from_leaves(flatten(state["config"], str(path))), config, given, note)
     if home.resolve() != folder.resolve():
