@@ -219,7 +219,9 @@ def test_a_start_that_a_scheme_does_not_need_is_refused() -> None:
 
 @pytest.mark.parametrize("kind", [Verlet, AdditiveCoupling])
 def test_an_odd_split_is_named(kind: type[Scheme]) -> None:
-    with pytest.raises(ValueError, match=rf"{kind.__name__} splits dimension 1.*size is 3.*\(2, 3, 4\)"):
-        kind().init(torch.zeros(2, 3, 4))
+    with pytest.raises(ValueError, match=rf"{kind.__name__} splits dimension 1.*size is 3.*\(2, 3, 4, 4\)"):
+        kind().init(torch.zeros(2, 3, 4, 4))
+    with pytest.raises(ValueError, match=r"split_dim=-1 for \(batch, time, width\) or split_dim=1"):
+        kind().init(torch.zeros(2, 4, 4))
     with pytest.raises(ValueError, match=r"splits dimension -1.*size is 5"):
         kind().init(torch.zeros(2, 4, 5), -1)

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from revode.engine import ReversalError as ReversalError
     from revode.engine import ReversibleSequence as ReversibleSequence
+    from revode.engine import check as check
     from revode.fields import AntisymmetricField as AntisymmetricField
     from revode.fields import OneLayerField as OneLayerField
     from revode.fields import SymmetricField as SymmetricField
@@ -32,7 +34,9 @@ if TYPE_CHECKING:
     from revode.schemes import Verlet as Verlet
 
 _HOMES = {
+    "ReversalError": "revode.engine",
     "ReversibleSequence": "revode.engine",
+    "check": "revode.engine",
     "AntisymmetricField": "revode.fields",
     "OneLayerField": "revode.fields",
     "SymmetricField": "revode.fields",

@@ -11,7 +11,7 @@ and leaves it (``readout``). ``reverse`` undoes ``step`` with the same single ev
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -120,10 +120,27 @@ class Scheme(abc.ABC):
         """The coefficients for the first field, when there is one state only (p is absent)."""
         raise ValueError(f"{type(self).__name__} has no start: its pair is the two halves of the input")
 
-    def init(self, x: Tensor, split_dim: int = 1) -> OpenState:
+    def dim_to_halve(self, shape: Sequence[int], split_dim: int | None) -> int:
+        """The dimension whose halves are the pair: as given, or that of the channels where there is no doubt about it."""
+        num_dims = len(shape)
+        if split_dim is not None:
+            if not -num_dims <= split_dim < num_dims:
+                raise ValueError(f"split_dim={split_dim} is out of range for an input of shape {tuple(shape)}")
+            return split_dim
+        if num_dims == 3:
+            raise ValueError(
+                f"{type(self).__name__} halves one dimension of its input, and three dimensions do not tell which: give "
+                "split_dim=-1 for (batch, time, width) or split_dim=1 for (batch, channels, length)"
+            )
+        if num_dims < 2:
+            raise ValueError(f"{type(self).__name__} halves dimension 1 of its input, got one of shape {tuple(shape)}")
+        return 1
+
+    def init(self, x: Tensor, split_dim: int | None = None) -> OpenState:
         """Enter: the two halves of x, or (nothing, x)."""
         if not self.splits:
             return None, x
+        split_dim = self.dim_to_halve(x.shape, split_dim)
         size = x.shape[split_dim]
         if size % 2:
             raise ValueError(
@@ -144,9 +161,11 @@ class Scheme(abc.ABC):
         q, q_next = state
         return self.coupling(index).reverse(q, q_next, field(q)), q
 
-    def readout(self, state: State, split_dim: int = 1) -> Tensor:
+    def readout(self, state: State, split_dim: int | None = None) -> Tensor:
         """Leave: the halves joined, or the newest state (a copy, so that changing it harms no one)."""
-        return torch.cat(state, dim=split_dim) if self.splits else state[1].clone()
+        if not self.splits:
+            return state[1].clone()
+        return torch.cat(state, dim=self.dim_to_halve(state[1].shape, split_dim))
 
     def __repr__(self) -> str:
         parts = [f"h={self.h:g}"]

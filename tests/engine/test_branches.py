@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils import parametrizations
 
-from revode import AdditiveCoupling, Leapfrog, MidPoint, ReversibleSequence, SymmetricField, Verlet
+from revode import AdditiveCoupling, Leapfrog, MidPoint, ReversalError, ReversibleSequence, SymmetricField, Verlet
 
 Make = Callable[..., ReversibleSequence]
 
@@ -317,7 +317,7 @@ class TestOddReturns:
         def make(**options: Any) -> ReversibleSequence:
             sequence = sequence_of(lambda: SymmetricField(4, ndim=1), **options)
             original = sequence.fields[1].forward
-            sequence.fields[1].forward = lambda y: 2.0 * original(y) + y
+            sequence.fields[1].forward = lambda y: 2.0 * original(y) + torch.tanh(y)
             inner = sequence.fields[2].operator.forward
             sequence.fields[2].operator.forward = lambda x, bias=None: inner(x, bias) + 1.0
             adjoint = sequence.fields[3].operator.adjoint
@@ -438,7 +438,7 @@ class TestBetweenForwardAndBackward:
         import revode.engine.replay
 
         monkeypatch.setattr(revode.engine.replay, "_training_modes", lambda *_: contextlib.nullcontext())
-        with pytest.raises(AssertionError, match="differ by more than"):
+        with pytest.raises(ReversalError, match="missed the state"):
             self.test_the_gradient_is_that_of_the_forward("reversible", lambda s: s.eval())
 
 
@@ -517,9 +517,7 @@ class TestBuffers:
     def test_the_check_catches_statistics_that_move_twice(self, monkeypatch: pytest.MonkeyPatch) -> None:
         import revode.engine.replay
 
-        monkeypatch.setattr(
-            revode.engine.replay, "call_without_trace", lambda branch, q, kwargs, *_: branch(q, **kwargs)
-        )
+        monkeypatch.setattr(revode.engine.replay, "_idle_statistics", lambda contents: [])
         with pytest.raises((AssertionError, RuntimeError)):
             self.test_batch_statistics_move_once(0.1, False, "reversible")
 
@@ -738,21 +736,21 @@ class TestNoise:
     def test_the_check_catches_other_noise_in_recomputation(self, monkeypatch: pytest.MonkeyPatch) -> None:
         import contextlib
 
-        from revode.engine.randomness import Draw
+        import revode.engine.replay
 
-        monkeypatch.setattr(Draw, "again", lambda self: contextlib.nullcontext())
-        with pytest.raises(AssertionError, match="grad of"):
+        monkeypatch.setattr(revode.engine.replay, "drawn_again", lambda draws: contextlib.nullcontext())
+        with pytest.raises(ReversalError, match="missed the state"):
             self.test_every_source_of_noise_repeats_itself("torch", "reversible")
 
     def test_the_check_catches_a_stream_that_moved(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from revode.engine.randomness import Draw
+        import revode.engine.replay
 
-        original = Draw.again
+        original = revode.engine.replay.drawn_again
 
-        def clobbering(self: Draw) -> Any:
+        def clobbering(draws: Any) -> Any:
             torch.rand(1)
-            return original(self)
+            return original(draws)
 
-        monkeypatch.setattr(Draw, "again", clobbering)
+        monkeypatch.setattr(revode.engine.replay, "drawn_again", clobbering)
         with pytest.raises(AssertionError):
             self.test_the_streams_are_where_store_leaves_them_after_each_pass("reversible")

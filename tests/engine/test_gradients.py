@@ -89,7 +89,7 @@ def test_gradients_match_store_in_other_dimensions(kind: str, ndim: int) -> None
 
     def make(**options: Any) -> ReversibleSequence:
         fields = [getattr(revode, kind)(2, ndim=ndim, activation="tanh") for _ in range(6)]
-        return ReversibleSequence(fields, Verlet(h=0.2), **options).double()
+        return ReversibleSequence(fields, Verlet(h=0.2), split_dim=1, **options).double()
 
     compare_with_store(make, x)
 

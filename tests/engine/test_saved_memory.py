@@ -20,7 +20,8 @@ from allocations import Allocations, storages
 from branches import IMAGE_BRANCHES, SCHEMES, Conditioned, Perceptron, conv_norm_relu, small_conv, tanh_layer, width
 from gradients import weighted_sum
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from revode import AdditiveCoupling, Leapfrog, MidPoint, Momentum, ReversibleSequence, Verlet
 
@@ -54,6 +55,19 @@ def live_bytes(sequence: nn.Module, x: Tensor) -> int:
         gc.unfreeze()
 
 
+class Flops(TorchDispatchMode):
+    """Floating-point operations by torch's formulas. (Its own counter hooks every module, which fields that know their product
+    must obey: they then take the general path.)"""
+
+    total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        formula = flop_registry.get(func.overloadpacket)
+        self.total += formula(*args, **(kwargs or {}), out_val=out) if formula else 0
+        return out
+
+
 def assert_constant(at_ten: int, at_thousand: int) -> None:
     assert at_ten > 0
     assert at_thousand <= 1.05 * at_ten, f"{at_ten} bytes at 10 blocks, {at_thousand} at 1000"
@@ -78,6 +92,8 @@ class TestLettingGo:
     def test_nothing_but_gradients_outlives_a_step(self, backprop: str, branch: str, exact: bool) -> None:
         sequence = sequence_of("leapfrog", IMAGE_BRANCHES[branch], 3, backprop=backprop, exact=exact)
         x = torch.randn(2, 4, 6, 6)
+        sequence(x).square().mean().backward()  # the signs of fingerprints are made once and kept
+        sequence.zero_grad()
         with Allocations([x, *sequence.parameters(), *sequence.buffers()]) as allocations:
             sequence(x).square().mean().backward()
         assert allocations.made
@@ -88,6 +104,7 @@ class TestLettingGo:
     def test_nothing_outlives_a_forward_pass_without_backward(self, branch: str, exact: bool) -> None:
         sequence = sequence_of("leapfrog", IMAGE_BRANCHES[branch], 3, exact=exact)
         x = torch.randn(2, 4, 6, 6)
+        sequence(x)
         with Allocations([x, *sequence.parameters(), *sequence.buffers()]) as allocations:
             sequence(x)
         assert allocations.made
@@ -130,7 +147,8 @@ class TestSavedBytes:
         }
         state = x.numel() * x.element_size()
         assert at["store", 40] > 3.5 * at["store", 10]
-        assert at["checkpoint", 40] - at["checkpoint", 10] == 30 * state
+        fingerprints = 256
+        assert at["checkpoint", 40] - at["checkpoint", 10] == 30 * (state + fingerprints)
 
     @pytest.mark.parametrize("anchor_every", [1, 5, 10])
     def test_anchors_keep_one_pair_each(self, anchor_every: int) -> None:
@@ -138,7 +156,7 @@ class TestSavedBytes:
         state = x.numel() * x.element_size()
         plain = saved_bytes(sequence_of("leapfrog", small_conv, 40), x)
         anchored = saved_bytes(sequence_of("leapfrog", small_conv, 40, anchor_every=anchor_every), x)
-        assert anchored - plain <= 2 * state * (40 / anchor_every)
+        assert anchored - plain <= (2 * state + 256) * (40 / anchor_every)
         assert anchored > plain
 
     def test_momentum_keeps_anchors_of_its_own(self) -> None:
@@ -282,13 +300,13 @@ class TestWork:
         num_blocks = 4
 
         def flops(backprop: str) -> tuple[int, int]:
-            sequence = sequence_of(name, IMAGE_BRANCHES[branch], num_blocks, backprop=backprop)
+            sequence = sequence_of(name, IMAGE_BRANCHES[branch], num_blocks, backprop=backprop, verify=False)
             x = torch.randn(2, 4, 5, 5, requires_grad=True)
-            with FlopCounterMode(display=False) as forward:
+            with Flops() as forward:
                 loss = sequence(x).sum()
-            with FlopCounterMode(display=False) as backward:
+            with Flops() as backward:
                 loss.backward()
-            return forward.get_total_flops(), backward.get_total_flops()
+            return forward.total, backward.total
 
         (forward, backward), (forward_again, product) = flops("reversible"), flops("store")
         assert forward == forward_again

@@ -81,9 +81,8 @@ def test_kept_bytes_do_not_grow_with_depth():
     few = kept_bytes(revode.create_model("hamiltonian-74", channels=channels), x)
     many = kept_bytes(revode.create_model("hamiltonian-1202"), x)
     assert many <= 1.1 * few
-    assert describe(revode.create_model("hamiltonian-1202"), batch_size=2).bytes_kept("reversible") == pytest.approx(
-        many
-    )
+    described = describe(revode.create_model("hamiltonian-1202"), batch_size=2).bytes_kept("reversible")
+    assert described == pytest.approx(many, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", ["hamiltonian-26", "midpoint-26", "revnet-38"])
@@ -135,6 +134,9 @@ def test_the_budget_goes_where_a_byte_spares_most():
 def test_nothing_but_gradients_outlives_a_training_step(name, exact, lower_precision):
     model = revode.create_model(name, blocks=(2, 2, 2), channels=(4, 8, 12), exact=exact)
     x = images(model, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16, enabled=lower_precision):
+        model(x).square().mean().backward()  # the signs of fingerprints are made once and kept
+    model.zero_grad()
     with Allocations([x, *model.parameters(), *model.buffers()]) as allocations:
         with torch.autocast("cpu", torch.bfloat16, enabled=lower_precision):
             loss = model(x).square().mean()

@@ -155,7 +155,7 @@ def network(name: str, **options: Any) -> Subject:
             body = cast(Stage, module).body
             if isinstance(body, ReversibleSequence):
                 pair = cast(Stage, module).passes_pair
-                module.body = wrap(list(body.fields), body.scheme, body.split_dim, pair)
+                module.body = wrap(list(body.fields), body.scheme, body.split_dim or 1, pair)
         return model
 
     size = model.config.image_size

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from revode.engine.arrival import DriftWarning as DriftWarning
+from revode.engine.arrival import ReversalError as ReversalError
+from revode.engine.arrival import check as check
 from revode.engine.sequence import STRATEGIES as STRATEGIES
 from revode.engine.sequence import ReversibleSequence as ReversibleSequence
 from revode.engine.sequence import states_kept as states_kept

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import contextlib
+import difflib
+import functools
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedParameter
 from torch.utils import _pytree as pytree
 
-from revode.engine.grid import Grid, with_strides
+from revode.engine.contents import Contents, ContentsOf, hooks_hear_every_module
+from revode.engine.grid import Grid, RangeFlags, with_strides
+from revode.engine.randomness import Streams
 from revode.engine.replay import Autocast, version_of
 from revode.schemes import Rounding, Scheme
 from revode.vjp import KnownField
 
-Call = Callable[[int, nn.Module, Tensor, dict[str, Any]], Any]
-"""How to evaluate the branch at an index: (index, branch, q, kwargs) -> u."""
+Call = Callable[[Tensor, dict[str, Any]], Any]
+"""How to evaluate a branch: (q, kwargs) -> u."""
 
 
 class BranchError(ValueError, RuntimeError):
@@ -40,11 +46,18 @@ class Chain:
         scheme: gives the coefficients.
         grid: where states live, for exact reversing.
         started: whether the call begins with a pair; if not, the first branch starts the scheme.
-        kwargs: what every branch is given.
+        kwargs: keyword arguments; each goes to the branches that take it.
+        contents: what was found in these branches before.
     """
 
     def __init__(
-        self, branches: Sequence[nn.Module], scheme: Scheme, grid: Grid | None, started: bool, kwargs: dict[str, Any]
+        self,
+        branches: Sequence[nn.Module],
+        scheme: Scheme,
+        grid: Grid | None,
+        started: bool,
+        kwargs: dict[str, Any],
+        contents: ContentsOf,
     ) -> None:
         self.branches = list(branches)
         self.couplings = [scheme.coupling(index) for index in range(len(self.branches))]
@@ -52,11 +65,50 @@ class Chain:
             self.couplings[0] = scheme.starting()
         self.grid = grid
         self.kwargs = kwargs
-        self.streams_seen: dict[Hashable, Any] = {}
-        """States of random streams, shared by the branches that meet the same."""
+        self.traced = torch.compiler.is_compiling()
+        self.streams: Any = None if self.traced else Streams()
+        self.range_flags = None if grid is None else RangeFlags(grid)
+        self._contents = contents
+        self._looked_up: dict[int, Contents] = {}
+        if kwargs and not self.traced:
+            self._refuse_what_no_branch_takes()
 
     def name(self, index: int) -> str:
         return f"branch {index} ({type(self.branches[index]).__name__})"
+
+    def contents(self, index: int) -> Contents:
+        """What the branch at `index` holds, looked at once in this call."""
+        found = self._looked_up.get(index)
+        if found is None:
+            try:
+                found = self._looked_up[index] = self._contents.look_up(index, self.branches[index])
+            except ValueError as error:
+                raise BranchError(f"{self.name(index)} cannot be recomputed: {error}") from error
+        return found
+
+    @functools.cached_property
+    def shared_parameters(self) -> set[int]:
+        """Identities of the parameters that several branches use."""
+        uses = Counter(id(parameter) for branch in self.branches for parameter in branch.parameters())
+        return {key for key, count in uses.items() if count > 1}
+
+    def _refuse_what_no_branch_takes(self) -> None:
+        taken = [self.contents(index).takes for index in range(len(self.branches))]
+        if None in taken:
+            return
+        names = frozenset().union(*(names for names in taken if names))
+        for name in self.kwargs:
+            if name not in names:
+                near = difflib.get_close_matches(name, names, 1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise BranchTypeError(f"no branch takes the keyword argument {name!r}{hint}")
+
+    def kwargs_for(self, index: int, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Those of the keyword arguments that the branch at `index` takes."""
+        if not kwargs or self.traced:
+            return kwargs
+        takes = self.contents(index).takes
+        return kwargs if takes is None else {name: value for name, value in kwargs.items() if name in takes}
 
     def known_field(self, index: int, q: Tensor) -> KnownField | None:
         """The branch at `index`, if it gives its own vector-Jacobian product in this call.
@@ -64,59 +116,68 @@ class Chain:
         On the grid a dimension of size 1 rules it out: its stride is ambiguous, and with it the kernel that autograd takes.
         """
         branch = self.branches[index]
-        if torch.compiler.is_compiling() or not isinstance(branch, KnownField):
+        if self.traced or not isinstance(branch, KnownField) or hooks_hear_every_module():
             return None
         ambiguous = self.grid is not None and 1 in q.shape
         return None if self.kwargs or ambiguous or not branch.knows_vjp(q.dtype) else branch
 
     def parameters(self, index: int) -> dict[str, Tensor]:
         """The parameters of one branch by name."""
-        parameters: dict[str, Tensor] = dict(self.branches[index].named_parameters())
-        for name, parameter in parameters.items():
-            if isinstance(parameter, UninitializedParameter):
-                raise ValueError(
-                    f"{self.name(index)} has the uninitialised (lazy) parameter {name!r}: "
-                    "run the sequence once under torch.no_grad() before training it"
-                )
-        return parameters
+        if self.traced:
+            return dict(self.branches[index].named_parameters())
+        return self.contents(index).named_parameters(self.name(index))
 
-    def evaluate(self, index: int, q: Tensor, kwargs: dict[str, Any], call: Call, autocast: Autocast) -> Tensor:
-        """u = F(q) of the branch at `index` through `call`, in the state's shape, dtype and strides."""
-        branch = self.branches[index]
-        if torch.compiler.is_compiling():
-            return self._conform(index, q, call(index, branch, q, kwargs), autocast)
-        parameters = (p for p in branch.parameters() if not isinstance(p, UninitializedParameter))
-        inputs = [q, *tensor_leaves(kwargs), *parameters]
+    def evaluate(
+        self, index: int, q: Tensor, kwargs: dict[str, Any], call: Call, autocast: Autocast, *, once: bool = True
+    ) -> Tensor:
+        """u = F(q) of the branch at `index` through `call`, in the state's shape, dtype and strides.
+
+        Args:
+            index: the branch.
+            q: the state.
+            kwargs: keyword arguments, from which those that it takes are chosen.
+            call: how to evaluate it.
+            autocast: what the call runs under.
+            once: False if it will be evaluated again, so that it must not change what it is given.
+        """
+        kwargs = self.kwargs_for(index, kwargs)
+        if self.traced:
+            return self._conform(index, q, call(q, kwargs), autocast)
+        slots = self.contents(index).parameters
+        inputs = [q, *(slot.tensor for slot in slots), *(tensor_leaves(kwargs) if kwargs else ())]
         versions = [version_of(tensor) for tensor in inputs]
-        try:
-            u = call(index, branch, q, kwargs)
-        except torch.OutOfMemoryError:
-            raise
-        except (AssertionError, IndexError, RuntimeError, TypeError, ValueError) as error:
-            raise self._failure(index, q, error) from error
-        if [version_of(tensor) for tensor in inputs] != versions:
+        given = None if once or not kwargs else _look(kwargs)
+        with self._naming(index, q):
+            u = call(q, kwargs)
+        if any(then is not None and version_of(tensor) != then for tensor, then in zip(inputs, versions, strict=True)):
             raise BranchError(
                 f"{self.name(index)} modifies its input or its parameters in place (an inplace=True activation first in "
                 "it?): both are needed again, so give it an operation that makes a new tensor"
+            )
+        if given is not None and _look(kwargs) != given:
+            raise BranchError(
+                f"{self.name(index)} changes an object among its keyword arguments (a cache of keys and values?), which its "
+                "recomputation would change again: pass none (use_cache=False), or use backprop='store'"
             )
         return self._conform(index, q, u, autocast)
 
     def value(self, index: int, q: Tensor, field: KnownField, autocast: Autocast) -> Tensor:
         """The same of a field that we know: it changes neither input nor parameters, nor the shape."""
-        try:
+        with self._naming(index, q):
             u = field.value(q, autocast.compute_dtype(q)).to(q.dtype)
-        except torch.OutOfMemoryError:
-            raise
-        except (RuntimeError, ValueError) as error:
-            raise self._failure(index, q, error) from error
         return with_strides(u, q.stride())
 
-    def _failure(self, index: int, q: Tensor, error: Exception) -> BranchError:
-        text = f"{self.name(index)} failed on a state of shape {tuple(q.shape)} and dtype {q.dtype}: {error}"
-        if not isinstance(error, TypeError):
-            return BranchError(text)
-        given = ", ".join(self.kwargs)
-        return BranchTypeError(f"{text} (every branch is given the keyword arguments {given})" if given else text)
+    @contextlib.contextmanager
+    def _naming(self, index: int, q: Tensor) -> Iterator[None]:
+        """An error of the branch says which branch it is, and on what it failed."""
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except (AssertionError, IndexError, RuntimeError, TypeError, ValueError) as error:
+            text = f"{self.name(index)} failed on a state of shape {tuple(q.shape)} and dtype {q.dtype}: {error}"
+            kind = BranchTypeError if isinstance(error, TypeError) else BranchError
+            raise kind(text) from error
 
     def _conform(self, index: int, q: Tensor, u: Any, autocast: Autocast) -> Tensor:
         if not isinstance(u, Tensor):
@@ -135,20 +196,65 @@ class Chain:
             u = u.to(q.dtype)
         return with_strides(u, q.stride())
 
-    def advance(self, index: int, p: Tensor | None, q: Tensor, u: Tensor, *, spend: bool = False) -> Tensor:
-        """The next state, in the strides of this one, and inside the grid's range; written over u with ``spend``."""
-        q_next = self.couplings[index].step(p, q, u, self._rounding(spend), u if spend else None)
+    def advance(self, index: int, p: Tensor | None, q: Tensor, u: Tensor, *, over_u: bool = False) -> Tensor:
+        """The next state, in the strides of this one, and inside the grid's range; written over u if nobody else needs it."""
+        q_next = self.couplings[index].step(p, q, u, self._rounding(over_u), u if over_u else None)
         q_next = with_strides(q_next, q.stride())
-        if self.grid is not None:
-            self.grid.check(q_next, f"after {self.name(index)}")
+        if self.range_flags is not None:
+            self.range_flags.note(q_next, f"after {self.name(index)}")
         return q_next
 
-    def retreat(self, index: int, q: Tensor, q_next: Tensor, u: Tensor, *, spend: bool = False) -> Tensor:
+    def close(self) -> None:
+        """Have the range of all states so far judged."""
+        if self.range_flags is not None:
+            self.range_flags.close()
+
+    def retreat(self, index: int, q: Tensor, q_next: Tensor, u: Tensor, *, over_u: bool = False) -> Tensor:
         """The state before: ``advance`` undone."""
-        p = self.couplings[index].reverse(q, q_next, u, self._rounding(spend), u if spend else None)
+        p = self.couplings[index].reverse(q, q_next, u, self._rounding(over_u), u if over_u else None)
         return with_strides(p, q.stride())
 
     def _rounding(self, in_place: bool) -> Rounding | None:
         if self.grid is None:
             return None
         return self.grid.round_ if in_place else self.grid.round
+
+
+_PLAIN = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device, torch.Generator)
+
+
+def _look(kwargs: dict[str, Any]) -> list[Any]:
+    """What a branch could change in the objects it is given: the tensors and sizes inside them, a few levels deep."""
+    seen: list[Any] = []
+    level: list[Any] = [kwargs]
+    for _ in range(5):
+        following: list[Any] = []
+        for value in level:
+            if isinstance(value, Tensor):
+                seen.append((id(value), version_of(value)))
+            elif isinstance(value, dict | list | tuple | set):
+                seen.append(len(value))
+                following.extend(value.values() if isinstance(value, dict) else value)
+            elif not isinstance(value, (*_PLAIN, nn.Module, type)) and hasattr(value, "__dict__"):
+                following.extend(vars(value).values())
+                seen.append(len(vars(value)))
+            elif isinstance(value, _PLAIN):
+                seen.append(value)
+        level = following
+    return seen
+
+
+def unsuitable(branch: nn.Module, contents: Contents) -> str | None:
+    """Why a branch cannot be recomputed on tensors that are lent to it, or None."""
+    if any(
+        isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.buffers())
+        for module in contents.modules
+    ):
+        return "holds TorchScript code with buffers, which cannot be set back: give the module it was made from"
+    if getattr(branch, "_is_replica", False):
+        return "is a replica made by nn.DataParallel, whose parameters are copies: use DistributedDataParallel"
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    # FSDP2's parameters are not those that our inputs name.
+    if fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in contents.modules):
+        return "is sharded by itself (fully_shard): shard the ReversibleSequence or a module around it"
+    return None

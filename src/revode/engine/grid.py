@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from revode.engine.arrival import post
+
 DEFAULT_BITS = 14
 _MANTISSA_BITS = {torch.float32: 24, torch.float64: 53}
 
@@ -98,24 +100,52 @@ class Grid:
             )
 
     def check(self, state: Tensor, where: str) -> None:
-        """Refuse a state that is not finite or out of range, before anything is computed from it.
+        """Refuse a state that is not finite or out of range, at once.
 
         Args:
             state: the tensor to look at.
             where: its place, for the message.
         """
-        limit = self.limit(state.dtype)
-        if state.numel() == 0 or torch.compiler.is_exporting():
+        flags = RangeFlags(self)
+        flags.note(state, where)
+        flags.close()
+
+
+class RangeFlags:
+    """The largest magnitude of each state of a walk, judged together at its end, so that no device has to wait in between."""
+
+    def __init__(self, grid: Grid) -> None:
+        self.grid = grid
+        self._magnitudes: list[Tensor] = []
+        self._places: list[str] = []
+        self._limit = 0.0
+
+    def note(self, state: Tensor, where: str) -> None:
+        """Remember how large `state` is, which stands at this place."""
+        self._limit = self.grid.limit(state.dtype)
+        if state.numel() == 0 or state.is_meta or torch.compiler.is_exporting():
             return
-        low, high = state.detach().amin(), state.detach().amax()  # aminmax is slow on channels_last
+        magnitude = torch.linalg.vector_norm(state.detach(), float("inf"))
         if torch.compiler.is_compiling():
-            inside = (low > -limit) & (high < limit)
-            torch.ops.aten._assert_async.msg(inside, f"revode: exact state out of range {limit:g} or NaN {where}")
+            text = f"revode: exact state out of range {self._limit:g} or NaN {where}"
+            torch.ops.aten._assert_async.msg(magnitude < self._limit, text)
             return
-        low, high = low.item(), high.item()
-        if not (low > -limit and high < limit):
-            found = "NaN" if low != low else f"magnitude {max(-low, high):.4g}"
-            raise OutOfRange(
-                f"exact={self.bits} holds states of magnitude below {limit:g} only, found {found} {where}: "
-                f"use fewer grid bits, a smaller h, or exact=False"
-            )
+        self._magnitudes.append(magnitude)
+        self._places.append(where)
+
+    def close(self) -> None:
+        """Have what was noted judged."""
+        magnitudes, places = self._magnitudes, self._places
+        self._magnitudes, self._places = [], []
+        if magnitudes:
+            post(torch.stack(magnitudes), lambda found: self._judge(found, places))
+
+    def _judge(self, magnitudes: list[float], places: list[str]) -> None:
+        """Raise for the first state that is out of range."""
+        for magnitude, where in zip(magnitudes, places, strict=True):
+            if not magnitude < self._limit:
+                found = "NaN" if magnitude != magnitude else f"magnitude {magnitude:.4g}"
+                raise OutOfRange(
+                    f"exact={self.grid.bits} holds states of magnitude below {self._limit:g} only, found {found} {where}: "
+                    f"use fewer grid bits, a smaller h, or exact=False"
+                )

@@ -1,15 +1,20 @@
-"""The random number streams a branch may draw from: read, compare, set back.
+"""The random number streams that a branch may draw from: read, compare, set back.
 
-Covered are torch's global generators (CPU and the state's device), the global streams of Python's ``random`` and of NumPy, and
-the generators of all three that a branch holds as attributes, also in a list, tuple or dict, or is given as arguments.
+Covered are torch's global generators (of the CPU and of the state's device), the global streams of Python's ``random`` and of
+NumPy, and generators of all three that a branch holds or is given: as attributes, in containers, in plain helper objects, in
+``functools.partial``, or as globals that its ``forward`` names.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
+import inspect
 import pickle
 import random
 import sys
+import types
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -18,43 +23,115 @@ from torch import nn
 
 
 class Stream(NamedTuple):
-    """A stream's name or identity, how to read its state, and how to set it."""
+    """A stream's name or identity, how to read its state, how to set it, and perhaps a quick way to see that it rests."""
 
     key: Hashable
     read: Callable[[], Any]
     write: Callable[[Any], Any]
+    rests_at: Callable[[Any], bool] = lambda state: False
+
+    def has_left(self, state: Any) -> Any:
+        """The state that the stream is in now, if it is another than `state`."""
+        if self.rests_at(state):
+            return None
+        now = self.read()
+        return None if _same(state, now) else now
 
 
-def streams_of(branch: nn.Module, device: torch.device, arguments: Iterable[Any] = ()) -> list[Stream]:
-    """Every stream that `branch` on `device` might draw from, given these arguments."""
-    streams = [
-        Stream("torch", torch.get_rng_state, torch.set_rng_state),
-        Stream("python", random.getstate, random.setstate),
-    ]
-    if device.type in ("cuda", "xpu"):
-        of = getattr(torch, device.type)
-        streams.append(Stream(device, lambda: of.get_rng_state(device), lambda state: of.set_rng_state(state, device)))
-    elif device.type == "mps":
+def torch_streams(device: torch.device) -> list[Stream]:
+    """torch's global streams: the CPU's, and the device's."""
+    streams = [Stream("torch", torch.get_rng_state, torch.set_rng_state)]
+    if device.type == "mps":
         streams.append(Stream(device, torch.mps.get_rng_state, torch.mps.set_rng_state))
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        streams.append(_numpy_stream("numpy", numpy.random))
-    for value in [*arguments, *(value for module in branch.modules() for value in _held(module))]:
-        stream = _stream_of(value)
-        if stream is not None:
-            streams.append(stream)
+    elif device.type not in ("cpu", "meta"):
+        module: Any = getattr(torch, device.type, None)
+        if hasattr(module, "get_rng_state") and hasattr(module, "set_rng_state"):
+            streams.append(
+                Stream(device, lambda: module.get_rng_state(device), lambda state: module.set_rng_state(state, device))
+            )
     return streams
 
 
-def _held(module: nn.Module) -> Iterator[Any]:
-    """The attributes of `module`, and what those that are containers hold."""
-    for value in vars(module).values():
-        if isinstance(value, dict):
-            yield from value.values()
-        elif isinstance(value, list | tuple):
-            yield from value
-        else:
+def can_replay(device: torch.device) -> bool:
+    """Whether random numbers drawn on `device` can be drawn again."""
+    return device.type in ("cpu", "meta") or len(torch_streams(device)) > 1
+
+
+def global_streams(device: torch.device) -> list[Stream]:
+    """Every stream that any code may draw from without holding a generator."""
+    streams = [*torch_streams(device), Stream("python", random.getstate, random.setstate)]
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        streams.append(_numpy_stream("numpy", numpy_random.mtrand._rand))
+    return streams
+
+
+def held_streams(values: Iterable[Any]) -> list[Stream]:
+    """The streams of all generators among `values`, and inside what they hold."""
+    found: dict[Hashable, Stream] = {}
+    for value in _reachable(values):
+        stream = _stream_of(value)
+        if stream is not None:
+            found[stream.key] = stream
+    return list(found.values())
+
+
+def held_by(module: nn.Module) -> Iterator[Any]:
+    """The attributes of `module`, and the globals that its ``forward`` names."""
+    yield from vars(module).values()
+    if isinstance(module, torch.jit.ScriptModule):
+        return
+    forward = getattr(type(module).forward, "__wrapped__", type(module).forward)
+    code = getattr(forward, "__code__", None)
+    if code is not None:
+        scope = forward.__globals__
+        yield from (scope[name] for name in code.co_names if name in scope)
+
+
+_OPAQUE = (
+    torch.Tensor,
+    nn.Module,
+    type,
+    str,
+    bytes,
+    int,
+    float,
+    bool,
+    type(None),
+    types.ModuleType,
+    torch.dtype,
+    torch.device,
+)
+_DEPTH = 4
+
+
+def _reachable(values: Iterable[Any]) -> Iterator[Any]:
+    """`values` and what their containers, partial functions and plain objects hold, a few levels deep."""
+    seen: set[int] = set()
+    level = list(values)
+    for _ in range(_DEPTH):
+        following: list[Any] = []
+        for value in level:
+            if id(value) in seen or isinstance(value, _OPAQUE):
+                continue
+            seen.add(id(value))
             yield value
+            following.extend(_inside(value))
+        level = following
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    if isinstance(value, list | tuple | set | frozenset):
+        return list(value)
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, types.FunctionType):
+        return list(inspect.getclosurevars(value).nonlocals.values())
+    if isinstance(value, types.MethodType):
+        return [value.__self__]
+    return list(vars(value).values()) if hasattr(value, "__dict__") else []
 
 
 def _stream_of(value: Any) -> Stream | None:
@@ -63,86 +140,86 @@ def _stream_of(value: Any) -> Stream | None:
         return Stream(id(value), value.get_state, value.set_state)
     if isinstance(value, random.SystemRandom):
         raise ValueError(
-            "it holds or is given a random.SystemRandom, whose numbers nobody can draw again: use random.Random"
+            "it holds or is given a random.SystemRandom, whose numbers cannot be drawn again: use random.Random"
         )
     if isinstance(value, random.Random):
-        return Stream(id(value), value.getstate, value.setstate)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.random.Generator):
+        return Stream("python" if value is random._inst else id(value), value.getstate, value.setstate)  # type: ignore[attr-defined]
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None and isinstance(value, numpy_random.Generator):
         bits = value.bit_generator
         return Stream(id(value), lambda: pickle.dumps(bits.state), lambda s: setattr(bits, "state", pickle.loads(s)))
-    if numpy is not None and isinstance(value, numpy.random.RandomState):
-        return _numpy_stream(id(value), value)
+    if numpy_random is not None and isinstance(value, numpy_random.RandomState):
+        return _numpy_stream("numpy" if value is numpy_random.mtrand._rand else id(value), value)
     return None
 
 
 def _numpy_stream(key: Hashable, source: Any) -> Stream:
-    """The stream of a ``RandomState``, or of ``numpy.random``. Pickled, since dicts of arrays do not compare at once."""
-    return Stream(
-        key, lambda: pickle.dumps(source.get_state(legacy=False)), lambda s: source.set_state(pickle.loads(s))
+    """The stream of a ``RandomState``. Its state takes NumPy 60 µs to read; the words behind it, which move with every number
+    drawn but for a normal one kept in store, take less than one."""
+    bits = source._bit_generator
+    words = (
+        (ctypes.c_uint32 * 625).from_address(bits.ctypes.state_address) if type(bits).__name__ == "MT19937" else None
     )
+
+    def read() -> tuple[bytes, bytes]:
+        state = source.get_state(legacy=False)
+        quick = b"" if words is None or state["has_gauss"] else bytes(words)
+        return pickle.dumps(state), quick
+
+    def rests_at(state: tuple[bytes, bytes]) -> bool:
+        return bool(state[1]) and bytes(words or b"") == state[1]
+
+    return Stream(key, read, lambda state: source.set_state(pickle.loads(state[0])), rests_at)
 
 
 def _same(a: Any, b: Any) -> bool:
-    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+    if isinstance(a, torch.Tensor):
+        return a.numpy().tobytes() == b.numpy().tobytes() if a.device.type == "cpu" else torch.equal(a, b)
+    return a == b
 
 
-class Draw:
-    """What the streams were before a branch ran, and which of them it moved.
+Draws = list[tuple[Stream, Any]]
+"""The streams that a branch has moved, with their states before it ran."""
 
-    Those it did not move are kept, too: it may have drawn from them and set them back (``torch.random.fork_rng``).
 
-    Args:
-        branch: what draws.
-        device: where its state lives.
-        arguments: what it is given.
-        seen: the states that were last met, by stream, to be shared as long as they stay the same.
-    """
+class Streams:
+    """The streams along one walk: each is read once, and again behind a branch that may have moved it."""
 
-    def __init__(
-        self,
-        branch: nn.Module,
-        device: torch.device,
-        arguments: Iterable[Any] = (),
-        seen: dict[Hashable, Any] | None = None,
-    ) -> None:
-        seen = {} if seen is None else seen
-        self._streams = streams_of(branch, device, arguments)
-        self._before = []
-        for stream in self._streams:
-            state = stream.read()
-            if stream.key in seen and _same(seen[stream.key], state):
-                state = seen[stream.key]
-            seen[stream.key] = state
-            self._before.append(state)
-        self._moved = [False] * len(self._streams)
+    def __init__(self) -> None:
+        self._last: dict[Hashable, Any] = {}
+        self.of_torch = functools.cache(torch_streams)
+        self.of_all = functools.cache(global_streams)
 
-    def close(self) -> None:
-        """Find out which streams have moved since."""
-        pairs = zip(self._streams, self._before, strict=True)
-        self._moved = [not _same(before, stream.read()) for stream, before in pairs]
+    def before(self, streams: list[Stream]) -> None:
+        """A branch that may draw from `streams` is about to run."""
+        for stream in streams:
+            if stream.key not in self._last:
+                self._last[stream.key] = stream.read()
 
-    def __bool__(self) -> bool:
-        return any(self._moved)
+    def after(self, streams: list[Stream]) -> Draws:
+        """It has run: which of them it moved."""
+        moved = []
+        for stream in streams:
+            before = self._last[stream.key]
+            now = stream.has_left(before)
+            if now is not None:
+                moved.append((stream, before))
+                self._last[stream.key] = now
+        return moved
 
-    def undo(self) -> None:
-        """Set the streams back to where they were before."""
-        for stream, before in zip(self._streams, self._before, strict=True):
-            stream.write(before)
 
-    @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        """Draw the same numbers inside, and leave the streams as they were."""
-        outside = []
-        for stream, before, moved in zip(self._streams, self._before, self._moved, strict=True):
-            now = stream.read()
-            elsewhere = not _same(before, now)
-            if elsewhere:
-                stream.write(before)
-            if elsewhere or moved:
-                outside.append((stream, now))
-        try:
-            yield
-        finally:
-            for stream, state in outside:
-                stream.write(state)
+def undo(draws: Draws) -> None:
+    """Set the streams back to where they were."""
+    for stream, before in draws:
+        stream.write(before)
+
+
+@contextlib.contextmanager
+def drawn_again(draws: Draws) -> Iterator[None]:
+    """The same numbers are drawn inside, and the streams end as they were."""
+    outside = [(stream, stream.read()) for stream, _ in draws]
+    undo(draws)
+    try:
+        yield
+    finally:
+        undo(outside)

@@ -1,34 +1,43 @@
 """Evaluating a branch a second time so that it computes what it computed the first time, and nothing else moves.
 
 Around a branch these can differ between forward and backward: the autocast state, the random numbers it draws, the buffers
-it updates, and whether it is in training mode. `Replay` records them in forward and puts them back for the recomputation,
-which runs on the parameters of the forward pass, given as fresh leaves, and on copies of the buffers.
+it updates, whether it is in training mode, which kernels torch is told to use. `Replay` records them in forward and puts them
+back for the recomputation, in which running statistics stay where they are.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
-from revode.engine.randomness import Draw
-from revode.engine.tracing import RefuseRandom, dynamo_is_about, eagerly, holds_compiled, refuse_random_nodes
+from revode.engine.contents import Contents, Slot, collects_statistics
+from revode.engine.randomness import (
+    Draws,
+    Stream,
+    Streams,
+    can_replay,
+    drawn_again,
+    held_streams,
+    undo,
+)
+from revode.engine.tracing import RefuseRandom, compilation_is_possible, holds_compiled
 
-_STATISTICS_ONLY = {_BatchNorm.forward, SyncBatchNorm.forward, _InstanceNorm.forward}
-"""Forwards whose output in training mode does not depend on the buffers they update."""
+SMALL = 4096
+"""Elements of a buffer that is copied before every call; a larger one only if calls are known to change it."""
 
-
-_MIND_GRADIENTS = (nn.RNNBase, nn.MultiheadAttention, nn.TransformerEncoderLayer)
-"""Modules that take other kernels, which give other bits, where no gradient is wanted."""
+_evaluating = threading.RLock()
+"""Held while a branch is evaluated: in a recomputation it is lent other buffers, modes or parameters, which no other thread may
+see."""
 
 
 class Autocast:
@@ -39,44 +48,62 @@ class Autocast:
 
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type
-        self.enabled = torch.is_autocast_enabled(device_type)
-        self.dtype = torch.get_autocast_dtype(device_type)
+        self.available = torch.amp.is_autocast_available(device_type)
+        self.enabled = self.available and torch.is_autocast_enabled(device_type)
+        self.dtype = torch.get_autocast_dtype(device_type) if self.available else torch.float32
 
     def compute_dtype(self, q: Tensor) -> torch.dtype:
         """What convolutions of q compute in."""
         return self.dtype if self.enabled and q.dtype != torch.float64 else q.dtype
 
     def restore(self) -> contextlib.AbstractContextManager[Any]:
+        if not self.enabled and not (self.available and torch.is_autocast_enabled(self.device_type)):
+            return contextlib.nullcontext()
         return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=False)
 
     def disabled(self) -> contextlib.AbstractContextManager[Any]:
         """No autocast inside, whatever the backward pass is called under."""
-        if not torch.is_autocast_enabled(self.device_type):
+        if not (self.available and torch.is_autocast_enabled(self.device_type)):
             return contextlib.nullcontext()
         return torch.autocast(self.device_type, enabled=False)
 
 
+_KERNEL_FLAGS = (
+    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+    (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),  # type: ignore[attr-defined]
+)
+"""Settings that choose between kernels of different bits, each with the function that sets it."""
+
+
+class Kernels:
+    """Which kernels torch was told to use at construction (``sdpa_kernel``, ``torch.backends.mkldnn.flags``)."""
+
+    def __init__(self) -> None:
+        self.flags = [read() for read, _ in _KERNEL_FLAGS]
+
+    @contextlib.contextmanager
+    def restore(self) -> Iterator[None]:
+        outside = [read() for read, _ in _KERNEL_FLAGS]
+        if outside == self.flags:
+            yield
+            return
+        self._set(self.flags)
+        try:
+            yield
+        finally:
+            self._set(outside)
+
+    def _set(self, flags: list[bool]) -> None:
+        for (_, write), flag in zip(_KERNEL_FLAGS, flags, strict=True):
+            write(flag)
+
+
 def version_of(tensor: Tensor) -> int | None:
     """How often `tensor` was modified in place, if that is known."""
-    return None if tensor.is_inference() else tensor._version
-
-
-def _buffers(branch: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """The buffers of `branch` by name: batch statistics being collected, such only being read, and all others."""
-    collected, read, others = {}, {}, {}
-    for prefix, module in branch.named_modules():
-        norm = type(module).forward in _STATISTICS_ONLY
-        kind = others if not norm else collected if module.training else read
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                kind[f"{prefix}.{name}" if prefix else name] = buffer
-    return collected, read, others
-
-
-def _clones(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies by name; what is one tensor under two names stays one."""
-    copies = {id(tensor): tensor.clone() for tensor in {id(t): t for t in tensors.values()}.values()}
-    return {name: copies[id(tensor)] for name, tensor in tensors.items()}
+    return None if isinstance(tensor, UninitializedParameter) or tensor.is_inference() else tensor._version
 
 
 @contextlib.contextmanager
@@ -94,18 +121,30 @@ def _parametrized_anew() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _training_modes(branch: nn.Module, modes: list[bool]) -> Iterator[None]:
-    """The modules of `branch` in these modes inside, and as they were afterwards."""
-    modules = list(branch.modules())
-    outside = [module.training for module in modules]
-    if outside == modes:
-        yield
-        return
-    _set_modes(modules, modes)
+def _lent(tensors: list[tuple[Slot, Tensor | None]]) -> Iterator[None]:
+    """These tensors stand in the slots inside, and those that stood there do so afterwards."""
+    outside = [(slot, slot.tensor) for slot, _ in tensors]
+    for slot, tensor in tensors:
+        slot.home[slot.key] = tensor
     try:
         yield
     finally:
-        _set_modes(modules, outside)
+        for slot, tensor in outside:
+            slot.home[slot.key] = tensor
+
+
+@contextlib.contextmanager
+def _training_modes(contents: Contents, modes: list[bool]) -> Iterator[None]:
+    """The modules of a branch in these modes inside, and as they were afterwards."""
+    outside = contents.modes()
+    if outside == modes:
+        yield
+        return
+    _set_modes(contents.modules, modes)
+    try:
+        yield
+    finally:
+        _set_modes(contents.modules, outside)
 
 
 def _set_modes(modules: list[nn.Module], modes: list[bool]) -> None:
@@ -113,26 +152,58 @@ def _set_modes(modules: list[nn.Module], modes: list[bool]) -> None:
         module.training = mode
 
 
-def call_without_trace(
-    branch: nn.Module, q: Tensor, kwargs: dict[str, Any], tensors: dict[str, Tensor] | None = None
+def _idle_statistics(contents: Contents) -> list[tuple[Slot, Tensor | None]]:
+    """What to lend in place of the running statistics that norms in training mode would update.
+
+    They do not use them, so nothing will do; but a module that we do not know might look at them.
+    """
+    slots = [slot for module, slots in contents.statistics if module.training for slot in slots]
+    if contents.is_known:
+        return [(slot, None) for slot in slots]
+    copies = _copies({slot.name: slot.tensor for slot in slots})
+    return [(slot, copies[slot.name]) for slot in slots]
+
+
+def _copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copies by name; what is one tensor under two names stays one."""
+    copies: dict[int, Tensor] = {}
+    for tensor in tensors.values():
+        if id(tensor) not in copies:
+            copies[id(tensor)] = tensor.clone()
+    return {name: copies[id(tensor)] for name, tensor in tensors.items()}
+
+
+def call_traced(
+    branch: nn.Module, q: Tensor, kwargs: dict[str, Any], parameters: dict[str, Tensor] | None = None
 ) -> Any:
-    """branch(q) on `tensors` in place of its parameters and buffers, and on copies of its batch statistics."""
-    collected, _, _ = _buffers(branch)
-    instead = _clones(collected) | (tensors or {})
-    return functional_call(branch, instead, (q,), kwargs) if instead else branch(q, **kwargs)
+    """branch(q) while torch.compile is tracing, on these parameters and on copies of the batch statistics it collects."""
+    lent = dict(parameters or {})
+    for prefix, module in branch.named_modules():
+        if module.training and collects_statistics(module):
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    lent[f"{prefix}.{name}" if prefix else name] = buffer.clone()
+    return functional_call(branch, lent, (q,), kwargs) if lent else branch(q, **kwargs)
 
 
-def call_to_invert(branch: nn.Module, q: Tensor, kwargs: dict[str, Any]) -> Any:
-    """branch(q) as forward computed it, leaving no trace; refused if it draws random numbers, which nobody has kept."""
-    if torch.compiler.is_compiling():
-        with RefuseRandom():
-            return call_without_trace(branch, q, kwargs)
-    _, _, others = _buffers(branch)
-    draw = Draw(branch, q.device, pytree.tree_leaves(kwargs))
-    u = call_without_trace(branch, q, kwargs, _clones(others))
-    draw.close()
-    if draw:
-        draw.undo()
+def call_traced_without_noise(branch: nn.Module, q: Tensor, kwargs: dict[str, Any]) -> Any:
+    """The same, refused if the branch draws random numbers."""
+    with RefuseRandom():
+        return call_traced(branch, q, kwargs)
+
+
+def call_to_invert(contents: Contents, q: Tensor, kwargs: dict[str, Any], streams: Streams) -> Any:
+    """branch(q) as forward computed it, leaving no trace; refused if it draws random numbers, which were not kept."""
+    branch = contents.modules[0]
+    with _evaluating:
+        watched = _streams_to_watch(contents, q.device, kwargs, streams)
+        streams.before(watched)
+        copies = _copies({slot.name: slot.tensor for slot in contents.buffers})
+        with _lent([*_idle_statistics(contents), *((slot, copies[slot.name]) for slot in contents.buffers)]):
+            u = branch(q, **kwargs)
+        draws = streams.after(watched)
+    if draws:
+        undo(draws)
         raise ValueError(
             "it draws random numbers (dropout in training mode?), and inverse() does not know those of forward; "
             "call eval() before forward and inverse"
@@ -140,37 +211,54 @@ def call_to_invert(branch: nn.Module, q: Tensor, kwargs: dict[str, Any]) -> Any:
     return u
 
 
+def _streams_to_watch(
+    contents: Contents, device: torch.device, kwargs: dict[str, Any], streams: Streams
+) -> list[Stream]:
+    """The streams that this call of a branch may move."""
+    if contents.draws_only_from_torch() and not kwargs:
+        if not contents.draws_from_torch():
+            return []
+        if not can_replay(device):
+            raise ValueError(
+                f"it draws random numbers on the device {str(device)!r}, and torch.{device.type} has no get_rng_state and "
+                "set_rng_state to draw them again: use backprop='store'"
+            )
+        return streams.of_torch(device)
+    given = held_streams(kwargs.values()) if kwargs else []
+    return [*streams.of_all(device), *contents.generators, *given]
+
+
 def _call(branch: nn.Module, q: Tensor, kwargs: dict[str, Any]) -> Any:
     return branch(q, **kwargs)
 
 
-def _call_as_recomputed(branch: nn.Module, q: Tensor, kwargs: dict[str, Any], to_the_bit: bool) -> Any:
+def _call_as_recomputed(contents: Contents, q: Tensor, kwargs: dict[str, Any], to_the_bit: bool) -> Any:
     """branch(q) in forward, by the very code that the recomputation will run.
 
-    Compiled code draws other random numbers than eager code, so when dynamo is about, frames are not compiled behind our back.
-    Some code is another with gradients than without; such a branch, and any one whose bits must be equal, tracks them.
+    Some code is another with gradients than without; such a branch tracks them if its bits must be equal, and always where the
+    code is known to differ. What was compiled on its own draws other random numbers in the two cases.
     """
-    compiled = dynamo_is_about() and holds_compiled(branch)
-    call = eagerly(_call) if dynamo_is_about() and not compiled else _call
-    if not (compiled or to_the_bit or any(isinstance(module, _MIND_GRADIENTS) for module in branch.modules())):
-        return call(branch, q, kwargs)
+    branch = contents.modules[0]
+    compiled = compilation_is_possible() and holds_compiled(branch)
+    if not (compiled or contents.minds_gradients or (to_the_bit and not contents.is_known)):
+        return _call(branch, q, kwargs)
     # This graph goes with the call; hooks of the user, who may offload or count what is kept, have no business with it.
     # Detached, since a node that keeps its own output keeps itself.
     unseen = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
     with torch.enable_grad(), contextlib.nullcontext() if compiled else unseen:
-        u = call(branch, torch.ops.aten.alias(q.detach().requires_grad_()), kwargs)
-    return u.detach() if isinstance(u, Tensor) else u
+        u = _call(branch, torch.ops.aten.alias(q.detach().requires_grad_()), kwargs)
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach(), u)
 
 
-@dataclass
+@dataclass(slots=True)
 class _Record:
     """What one branch met in forward."""
 
-    draw: Draw
+    draws: Draws
     modes: list[bool]
     changed: dict[str, Tensor]
     """Buffers that the branch itself updates and may depend on, as they were before."""
-    unchanged: dict[str, tuple[Tensor, int | None]]
+    unchanged: list[tuple[Slot, Tensor, int | None]]
     """The other buffers it may depend on, with their versions."""
 
 
@@ -180,60 +268,97 @@ class Replay:
     Args:
         device: where the state lives.
         to_the_bit: whether every branch must give the bits that its recomputation will give.
-        seen: the states of random streams that were last met in this call (see `Draw`).
+        streams: the random streams along this walk.
     """
 
-    def __init__(self, device: torch.device, to_the_bit: bool, seen: dict[Hashable, Any]) -> None:
+    def __init__(self, device: torch.device, to_the_bit: bool, streams: Streams) -> None:
         self.device = device
         self.to_the_bit = to_the_bit
-        self.seen = seen
+        self.streams = streams
         self.autocast = Autocast(device.type)
+        self.kernels = Kernels()
         self._records: dict[int, _Record] = {}
 
-    def first(self, index: int, branch: nn.Module, q: Tensor, kwargs: dict[str, Any]) -> Any:
+    def first(self, index: int, contents: Contents, q: Tensor, kwargs: dict[str, Any]) -> Any:
         """branch(q) in forward, with what it drew and changed written down."""
-        if torch.compiler.is_compiling():
-            with RefuseRandom():
-                u = branch(q, **kwargs)
-            refuse_random_nodes()
-            return u
-        _, read, others = _buffers(branch)
-        copies = _clones(read | others)
-        before = {name: (buffer, version_of(buffer)) for name, buffer in (read | others).items()}
-        draw = Draw(branch, self.device, pytree.tree_leaves(kwargs), self.seen)
-        with self.autocast.restore(), _parametrized_anew():
-            u = _call_as_recomputed(branch, q, kwargs, self.to_the_bit)
-        draw.close()
-        after = {name: buffer for kind in _buffers(branch) for name, buffer in kind.items()}
-        kept = {
-            name: (buffer, version)
-            for name, (buffer, version) in before.items()
-            if after.get(name) is buffer
-            and version_of(buffer) == version
-            and (name in read or torch.equal(buffer, copies[name]))  # ``buffer.data`` is written without a version
-        }
-        changed = {name: copy for name, copy in copies.items() if name not in kept}
-        self._records[index] = _Record(draw, [module.training for module in branch.modules()], changed, kept)
+        with _evaluating, self.autocast.restore(), _parametrized_anew():
+            watched = _streams_to_watch(contents, self.device, kwargs, self.streams)
+            self.streams.before(watched)
+            held = [(slot, slot.tensor, version_of(slot.tensor)) for slot in contents.buffers_to_read()]
+            copies = _copies({slot.name: slot.tensor for slot in contents.buffers if _is_copied(contents, slot)})
+            u = _call_as_recomputed(contents, q, kwargs, self.to_the_bit)
+            draws = self.streams.after(watched) if watched else []
+            unchanged = [entry for entry in held if _rests(*entry, copies)]
+            changed = self._changed(contents, copies, held, unchanged)
+        self._records[index] = _Record(draws, contents.modes(), changed, unchanged)
         return u
 
+    def _changed(
+        self, contents: Contents, copies: dict[str, Tensor], held: Sequence[Any], unchanged: Sequence[Any]
+    ) -> dict[str, Tensor]:
+        """The buffers that the call has changed, as they were before; learns which of the large ones those are."""
+        resting = {slot.name for slot, _, _ in unchanged}
+        names = {slot.name for slot, _, _ in held} - resting
+        unknown = names - copies.keys()
+        contents.changing = (contents.changing or set()) | names
+        if unknown:
+            raise RuntimeError(
+                f"it changed its buffer {sorted(unknown)[0]!r} for the first time after calls that did not, and no copy was "
+                "kept: call the sequence again, it is watched from now on"
+            )
+        return {name: copies[name] for name in names}
+
     def again(
-        self, index: int, branch: nn.Module, q: Tensor, kwargs: dict[str, Any], parameters: dict[str, Tensor]
+        self,
+        index: int,
+        contents: Contents,
+        q: Tensor,
+        kwargs: dict[str, Any],
+        lent: dict[str, Tensor] | None,
     ) -> Any:
-        """branch(q) as it was, on these parameters, tracking gradients as the caller does; nothing outside moves."""
-        if torch.compiler.is_compiling():
-            with self.autocast.restore():
-                return call_without_trace(branch, q, kwargs, parameters)
-        with self.autocast.restore(), _parametrized_anew():
-            record = self._records.get(index)
+        """branch(q) as it was, tracking gradients as the caller does; nothing outside moves.
+
+        Args:
+            index: the branch.
+            contents: what it holds.
+            q: the state.
+            kwargs: its keyword arguments.
+            lent: tensors to use in place of its own parameters; None if its own will do.
+        """
+        branch = contents.modules[0]
+        record = self._records.get(index)
+        with _evaluating, self.autocast.restore(), self.kernels.restore(), _parametrized_anew():
             if record is None:
                 # A field that knew its product in forward: it draws nothing, and its batch norms were in training.
-                with _training_modes(branch, [True] * sum(1 for _ in branch.modules())):
-                    return call_without_trace(branch, q, kwargs, parameters)
-            for name, (buffer, version) in record.unchanged.items():
+                record = _Record([], [True] * len(contents.modules), {}, [])
+            tensors: list[tuple[Slot, Tensor | None]] = []
+            for slot, buffer, version in record.unchanged:
                 if version_of(buffer) != version:
-                    raise RuntimeError(f"its buffer {name!r} was modified in place between forward and backward")
-            tensors = parameters | {name: buffer for name, (buffer, _) in record.unchanged.items()}
-            tensors |= _clones(record.changed)
-            call = eagerly(call_without_trace) if dynamo_is_about() else call_without_trace
-            with record.draw.again(), _training_modes(branch, record.modes):
-                return call(branch, q, kwargs, tensors)
+                    raise RuntimeError(f"its buffer {slot.name!r} was modified in place between forward and backward")
+                if slot.tensor is not buffer:
+                    tensors.append((slot, buffer))
+            if record.changed:
+                copies = _copies(record.changed)
+                tensors += [(slot, copies[slot.name]) for slot in contents.buffers if slot.name in copies]
+            with _training_modes(contents, record.modes), _lent(tensors + _idle_statistics(contents)):
+                if not record.draws:
+                    return _recall(branch, q, kwargs, lent)
+                with drawn_again(record.draws):
+                    return _recall(branch, q, kwargs, lent)
+
+
+def _recall(branch: nn.Module, q: Tensor, kwargs: dict[str, Any], lent: dict[str, Tensor] | None) -> Any:
+    return branch(q, **kwargs) if lent is None else functional_call(branch, lent, (q,), kwargs)
+
+
+def _rests(slot: Slot, buffer: Tensor, version: int | None, copies: dict[str, Tensor]) -> bool:
+    """Whether a buffer is what it was. ``buffer.data`` is written without a version, so a small one is compared; but on a CPU
+    only, since elsewhere the answer has to be waited for (there the check at the end of the walk back tells)."""
+    if slot.tensor is not buffer or version_of(buffer) != version:
+        return False
+    copy = copies.get(slot.name)
+    return copy is None or buffer.device.type != "cpu" or torch.equal(buffer, copy)
+
+
+def _is_copied(contents: Contents, slot: Slot) -> bool:
+    return contents.changing is None or slot.tensor.numel() <= SMALL or slot.name in contents.changing

@@ -7,8 +7,8 @@ The gradient of one coupling needs one evaluation of its branch, shared by the i
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,10 +16,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
+from revode.engine import arrival
 from revode.engine.accounting import graph_nodes
-from revode.engine.chain import BranchError, Chain
+from revode.engine.chain import BranchError, Chain, unsuitable
+from revode.engine.contents import hooks_hear_every_module
 from revode.engine.grid import with_strides
-from revode.engine.replay import Autocast, Replay, version_of
+from revode.engine.replay import Autocast, Replay, call_traced, version_of
+from revode.engine.tracing import RefuseRandom, compilation_is_possible, eagerly, refuse_unrepeatable
 from revode.schemes import State
 from revode.vjp import KnownField
 
@@ -30,12 +33,22 @@ class ReversibleSegment:
     A parameter, or a tensor among the keyword arguments, that several branches share has one slot among ``inputs``; with
     ``separate`` it has one for each use, from the last to the first, so that autograd adds the uses in the order in which
     other segments and stored ones do.
+
+    Args:
+        chain: the call.
+        start: its first branch.
+        stop: the branch behind its last one.
+        separate: whether every use of a tensor has a slot of its own.
+        warned: whether the sequence has warned of drift before, and will not again; None if nothing is verified.
     """
 
-    def __init__(self, chain: Chain, start: int, stop: int, separate: bool) -> None:
+    def __init__(
+        self, chain: Chain, start: int, stop: int, separate: bool, warned: Callable[[], bool] | None = None
+    ) -> None:
         self.chain = chain
         self.start = start
         self.stop = stop
+        self.warned = warned
         leaves, self.spec = pytree.tree_flatten(chain.kwargs)
         self.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self.leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -49,7 +62,6 @@ class ReversibleSegment:
         self.slots: dict[int, list[int]] = {}
         slot_of: dict[tuple[int, int], int] = {}
         for index in reversed(range(start, stop)):
-            _refuse_unsuitable(chain, index)
             own = self.parameters[index]
             self.trained[index] = [name for name, p in own.items() if p.requires_grad]
             self.slots[index] = []
@@ -66,17 +78,23 @@ class ReversibleSegment:
     def run(self, p: Tensor | None, q: Tensor) -> State:
         """The pair at the end."""
         arguments = [argument.detach() for argument in self.arguments]
-        if not torch.compiler.is_compiling():
+        if not self.chain.traced:
             if torch._C._are_functorch_transforms_active():
                 raise RuntimeError(
                     "torch.func's transforms (grad, vmap, jvp, ...) need the activations: "
                     "build this ReversibleSequence with backprop='store'"
                 )
+            for index in range(self.start, self.stop):
+                reason = unsuitable(self.chain.branches[index], self.chain.contents(index))
+                if reason is not None:
+                    raise BranchError(f"{self.chain.name(index)} {reason}")
             arguments = [argument.clone() if argument.is_inference() else argument for argument in arguments]
         return _ReversibleFunction.apply(self, p, q, *arguments, *self.inputs)  # type: ignore[return-value]
 
     def kwargs(self, arguments: Sequence[Tensor]) -> dict[str, Any]:
         """The keyword arguments, rebuilt around these tensors."""
+        if not self.leaves:
+            return {}
         leaves = list(self.leaves)
         for place, argument in zip(self.places, arguments, strict=True):
             leaves[place] = argument
@@ -94,74 +112,157 @@ class ReversibleSegment:
                 "(an optimizer step?): its gradient would be that of another network; call backward first"
             )
 
+    def verify(self, then: Sequence[Tensor], now: Sequence[Tensor], dtype: torch.dtype, grads: list[Tensor]) -> None:
+        """Compare what the walk back arrived at with what forward had seen: the first state, and perhaps its branch's value."""
+        exactly = self.chain.grid is not None
+        floors = (None, then[0])
+        distances = torch.stack([arrival.distance(a, b, floor) for a, b, floor in zip(now, then, floors, strict=False)])
+        if self.chain.traced:
+            bound = arrival.largest_distance(dtype, exactly)
+            text = "revode: the walk back missed the state that forward had seen"
+            # Without a tie to the gradients, the compiler would put this check, and all that it needs, into the forward graph.
+            for grad in grads:
+                distances = distances + 0.0 * grad.reshape(-1)[0]
+            torch.ops.aten._assert_async.msg(~(distances > bound).any(), text)
+            return
+        where = f"branches {self.start} to {self.stop - 1}"
+        assert self.warned is not None
+        warned = self.warned
+        arrival.post(distances, lambda found: arrival.judge(found, dtype, exactly, where, warned))
+
 
 class _ReversibleFunction(torch.autograd.Function):
     """Walk a segment forward keeping nothing, and back evaluating each branch once."""
 
     @staticmethod
     def forward(ctx: Any, segment: ReversibleSegment, p: Tensor | None, q: Tensor, *tensors: Tensor) -> State:
-        chain = segment.chain
-        arguments = tensors[: len(segment.arguments)]
-        kwargs = segment.kwargs(arguments)
-        replay = Replay(q.device, chain.grid is not None, chain.streams_seen)
-        known = {}
-        for index in range(segment.start, segment.stop):
-            field = known[index] = chain.known_field(index, q)
-            if field is None:
-                u = chain.evaluate(index, q, kwargs, replay.first, replay.autocast)
-            else:
-                u = chain.value(index, q, field, replay.autocast)
-            p, q = q, chain.advance(index, p, q, u, spend=field is not None)
-        ctx.segment, ctx.replay, ctx.known = segment, replay, known
-        ctx.versions = None if torch.compiler.is_compiling() else segment.versions()
         ctx.set_materialize_grads(False)
-        inverts = segment.stop - segment.start > 1
-        # Compiled, there are no versions to look at; autograd looks at those of what it saves itself.
-        inputs = tensors[len(arguments) :] if torch.compiler.is_compiling() else ()
-        ctx.save_for_backward(p, q if inverts else None, *arguments, *inputs)
-        assert p is not None
-        return p, q
+        return _walk_forward(ctx, segment, p, q, *tensors)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise RuntimeError(
-                "create_graph=True (a gradient of the gradient) needs the activations: "
-                "build this ReversibleSequence with backprop='store'"
-            )
-        p, q, *saved = ctx.saved_tensors
-        segment, replay, fields = ctx.segment, ctx.replay, ctx.known
-        chain = segment.chain
-        if ctx.versions is not None:
-            segment.check_unchanged(ctx.versions)
-        if not (torch.compiler.is_compiling() or _graph_is_retained()):
-            ctx.segment = ctx.replay = ctx.known = None  # as autograd lets go of what it saved
-        arguments, inputs = saved[: len(segment.arguments)], saved[len(segment.arguments) :]
-        gp, gq = grad_outputs
-        grads = _Gradients(segment.inputs)
-        for index in reversed(range(segment.start, segment.stop)):
-            q_next, q = q, p
-            known = None if gq is None else _still_known(fields[index], segment.parameters[index])
-            needs_value = index > segment.start
-            u: Tensor | None = None
-            products: Sequence[Tensor | None] = []
-            scale = 1.0
-            if known is not None and gq is not None:
-                u, products, scale = _differentiate(segment, replay, index, known, q, gq, needs_value)
-            elif needs_value or gq is not None:
-                u, products = _differentiate_by_autograd(segment, replay, index, q, arguments, inputs, gq)
-            if needs_value:
-                p = chain.retreat(index, q, q_next, u, spend=known is not None)
-            coupling = chain.couplings[index]
-            gp, gq = gq, gp
-            if gp is not None:
-                gq = _plus(gq, gp, coupling.keep) if coupling.keep else gq
-                gq = _plus(gq, products[0], scale, spend=known is not None)
-                gp = gp * coupling.carry if coupling.carry != 1.0 else gp
-                for slot, grad in zip(segment.slots[index], products[1:], strict=True):
-                    grads.add(slot, grad, scale)
-        num_arguments = len(segment.arguments)
-        return None, gp if ctx.needs_input_grad[1] else None, gq, *[None] * num_arguments, *grads.sums
+        # Whether this is traced depends on how forward ran: compiled autograd may trace the backward of an eager forward.
+        if ctx.traced or not compilation_is_possible():
+            return _walk_back(ctx, *grad_outputs)
+        return eagerly(_walk_back)(ctx, *grad_outputs)
+
+
+def _walk_forward(ctx: Any, segment: ReversibleSegment, p: Tensor | None, q: Tensor, *tensors: Tensor) -> State:
+    chain = segment.chain
+    arguments = tensors[: len(segment.arguments)]
+    kwargs = segment.kwargs(arguments)
+    replay = _Traced(q.device.type) if chain.traced else Replay(q.device, chain.grid is not None, chain.streams)
+    exactly = chain.grid is not None
+    verifies = segment.warned is not None and not q.is_meta and q.numel() > 0
+    inverts = segment.stop - segment.start > 1
+    fingerprints: list[Tensor] = []
+    known = {}
+    for index in range(segment.start, segment.stop):
+        field = known[index] = chain.known_field(index, q)
+        if field is None:
+            u = chain.evaluate(index, q, kwargs, _first(chain, replay, index), replay.autocast, once=False)
+        else:
+            u = chain.value(index, q, field, replay.autocast)
+        if verifies and index == segment.start and (inverts or field is None):
+            fingerprints.append(arrival.fingerprint(q, exactly))
+            if field is None:
+                fingerprints.append(arrival.fingerprint(u, exactly))
+        p, q = q, chain.advance(index, p, q, u, over_u=field is not None)
+    ctx.segment, ctx.replay, ctx.known, ctx.traced = segment, replay, known, chain.traced
+    ctx.versions = None if chain.traced else segment.versions()
+    ctx.num_fingerprints = len(fingerprints)
+    # Compiled, there are no versions to look at; autograd looks at those of what it saves itself.
+    inputs = tensors[len(arguments) :] if chain.traced else ()
+    ctx.save_for_backward(p, q if inverts else None, *fingerprints, *arguments, *inputs)
+    assert p is not None
+    return p, q
+
+
+def _walk_back(ctx: Any, *grad_outputs: Any) -> Any:
+    p, q, *saved = ctx.saved_tensors
+    segment, replay, fields = ctx.segment, ctx.replay, ctx.known
+    chain = segment.chain
+    if torch.is_grad_enabled() and not chain.traced:
+        raise RuntimeError(
+            "create_graph=True (a gradient of the gradient) needs the activations: "
+            "build this ReversibleSequence with backprop='store'"
+        )
+    fingerprints, saved = saved[: ctx.num_fingerprints], saved[ctx.num_fingerprints :]
+    if ctx.versions is not None:
+        segment.check_unchanged(ctx.versions)
+    if not (chain.traced or _graph_is_retained()):
+        ctx.segment = ctx.replay = ctx.known = None  # as autograd lets go of what it saved
+    arguments, inputs = saved[: len(segment.arguments)], saved[len(segment.arguments) :]
+    gp, gq = grad_outputs
+    grads = _Gradients(segment.inputs, chain.traced)
+    u: Tensor | None = None
+    known: KnownField | None = None
+    for index in reversed(range(segment.start, segment.stop)):
+        q_next, q = q, p
+        known = None if gq is None else _still_known(fields[index], segment.parameters[index])
+        needs_value = index > segment.start
+        u = None
+        products: Sequence[Tensor | None] = []
+        scale = 1.0
+        if known is not None and gq is not None:
+            u, products, scale = _differentiate(segment, replay, index, known, q, gq, needs_value)
+        elif needs_value or gq is not None:
+            u, products = _differentiate_by_autograd(segment, replay, index, q, arguments, inputs, gq)
+        if needs_value:
+            p = chain.retreat(index, q, q_next, u, over_u=known is not None)
+        coupling = chain.couplings[index]
+        gp, gq = gq, gp
+        if gp is not None:
+            gq = _plus(gq, gp, coupling.keep) if coupling.keep else gq
+            gq = _plus(gq, products[0], scale, over_b=known is not None)
+            gp = gp * coupling.carry if coupling.carry != 1.0 else gp
+            for slot, grad in zip(segment.slots[index], products[1:], strict=True):
+                grads.add(slot, grad, scale)
+    if fingerprints:
+        exactly = chain.grid is not None
+        now = [arrival.fingerprint(q, exactly)]
+        if len(fingerprints) > 1 and u is not None and known is None:
+            now.append(arrival.fingerprint(u, exactly))
+        segment.verify(fingerprints, now, q.dtype, [g for g in grad_outputs if g is not None])
+    num_arguments = len(segment.arguments)
+    return None, gp if ctx.needs_input_grad[1] else None, gq, *[None] * num_arguments, *grads.sums
+
+
+class _Traced:
+    """In place of a record, while torch.compile traces a whole sequence: what the graph does not show is refused."""
+
+    def __init__(self, device_type: str) -> None:
+        self.autocast = Autocast(device_type)
+
+
+def _first(chain: Chain, replay: Any, index: int) -> Callable[[Tensor, dict[str, Any]], Any]:
+    """How to call the branch at `index` in forward."""
+    if not chain.traced:
+        contents = chain.contents(index)
+        return lambda q, kwargs: replay.first(index, contents, q, kwargs)
+
+    def first(q: Tensor, kwargs: dict[str, Any]) -> Any:
+        with RefuseRandom():
+            u = chain.branches[index](q, **kwargs)
+        refuse_unrepeatable()
+        return u
+
+    return first
+
+
+def _again(
+    chain: Chain, replay: Any, index: int, parameters: dict[str, Tensor] | None
+) -> Callable[[Tensor, dict[str, Any]], Any]:
+    """How to call it in backward, perhaps on other parameters than its own."""
+    if not chain.traced:
+        contents = chain.contents(index)
+        return lambda q, kwargs: replay.again(index, contents, q, kwargs, parameters)
+
+    def again(q: Tensor, kwargs: dict[str, Any]) -> Any:
+        with replay.autocast.restore():
+            return call_traced(chain.branches[index], q, kwargs, parameters)
+
+    return again
 
 
 def _graph_is_retained() -> bool:
@@ -170,31 +271,43 @@ def _graph_is_retained() -> bool:
 
 
 class _Gradients:
-    """Sums of gradients, one for each slot, in memory taken before the walk back.
+    """Sums of gradients, one for each slot.
 
     Small tensors that live on, allocated between large ones that come and go, would pin the heap: the process would grow
-    with depth although nothing is kept.
+    with depth although nothing is kept. They are copied to memory taken before the walk back; large ones live in pages of
+    their own.
     """
 
-    def __init__(self, inputs: Sequence[Tensor]) -> None:
+    def __init__(self, inputs: Sequence[Tensor], traced: bool) -> None:
         self.sums: list[Tensor | None] = [None] * len(inputs)
-        self._memory = [] if torch.compiler.is_compiling() else [torch.empty_like(tensor) for tensor in inputs]
+        self._traced = traced
+        small = [] if traced else [t.numel() * t.element_size() < 1 << 17 for t in inputs]
+        self._memory = [torch.empty_like(t) if is_small else None for t, is_small in zip(inputs, small, strict=False)]
 
     def add(self, slot: int, grad: Tensor | None, scale: float) -> None:
         total = self.sums[slot]
-        if grad is None or torch.compiler.is_compiling() or grad.layout != torch.strided:
-            self.sums[slot] = _plus(total, grad, scale)
-        elif total is None:
-            self.sums[slot] = torch.mul(grad, scale, out=self._memory[slot])
-        else:
+        if grad is None:
+            return
+        if self._traced or grad.layout != torch.strided or (total is not None and total.layout != torch.strided):
+            # Sparse gradients (of an embedding) are added to dense ones, not the other way round.
+            swap = total is not None and total.layout != torch.strided and grad.layout == torch.strided
+            self.sums[slot] = _plus(grad * scale, total) if swap else _plus(total, grad, scale)
+        elif total is not None:
             torch.add(total, grad, alpha=scale, out=total)
+        else:
+            memory = self._memory[slot]
+            fresh = grad if memory is None and grad._base is None else None
+            if scale == 1.0 and fresh is not None:
+                self.sums[slot] = fresh
+            else:
+                self.sums[slot] = torch.mul(grad, scale, out=memory)
 
 
-def _plus(a: Tensor | None, b: Tensor | None, scale: float = 1.0, *, spend: bool = False) -> Tensor | None:
-    """a + scale * b, either of which may be absent; written over b with ``spend``."""
+def _plus(a: Tensor | None, b: Tensor | None, scale: float = 1.0, *, over_b: bool = False) -> Tensor | None:
+    """a + scale * b, either of which may be absent; written over b if nobody else needs it."""
     if b is None:
         return a
-    out = b if spend else None
+    out = b if over_b else None
     if a is None:
         return b if scale == 1.0 else torch.mul(b, scale, out=out)
     return torch.add(a, b, alpha=scale, out=out)
@@ -233,46 +346,78 @@ def _differentiate(
 
 def _differentiate_by_autograd(
     segment: ReversibleSegment,
-    replay: Replay,
+    replay: Any,
     index: int,
     q: Tensor,
     arguments: Sequence[Tensor],
     inputs: Sequence[Tensor],
     gq: Tensor | None,
 ) -> tuple[Tensor, Sequence[Tensor | None]]:
-    """The same for any branch, and by arguments, through a graph of its own: q, parameters and arguments are its leaves.
+    """The same for any branch, and by arguments, through a graph of its own, whose leaves are q, parameters and arguments.
 
     `inputs` are the segment's as they were saved, if they were.
     """
-    gain = segment.chain.couplings[index].gain
-    tracked = gq is not None
+    chain = segment.chain
+    gain = chain.couplings[index].gain
+    wanted = gq is not None
+    tracked = wanted or chain.grid is not None  # on the grid, bits must be those of a call that tracks gradients
     leaf = q.detach().requires_grad_(tracked)
-    trained = segment.trained[index]
-    own = dict(segment.parameters[index])
-    if inputs:
-        own.update({name: inputs[slot] for name, slot in zip(trained, segment.slots[index], strict=False)})
-    parameters = {name: p.detach().requires_grad_(tracked and name in trained) for name, p in own.items()}
+    own, lent = _leaves(segment, index, inputs, wanted)
     arguments = list(arguments)
     for i in segment.differentiable:
-        arguments[i] = arguments[i].detach().requires_grad_(tracked)
-
-    def again(index: int, branch: nn.Module, q: Tensor, kwargs: dict[str, Any]) -> Any:
-        return replay.again(index, branch, q, kwargs, parameters)
-
+        arguments[i] = arguments[i].detach().requires_grad_(wanted)
     with torch.set_grad_enabled(tracked):
-        q = _alias(leaf)  # as in an ordinary forward, the branch's input is not a leaf
-        u = segment.chain.evaluate(index, q, segment.kwargs(arguments), again, replay.autocast)
-    wrt = [leaf, *(p for p in parameters.values() if p.requires_grad), *(arguments[i] for i in segment.differentiable)]
+        inside = _alias(leaf)  # as in an ordinary forward, the branch's input is not a leaf
+        again = _again(chain, replay, index, lent)
+        u = chain.evaluate(index, inside, segment.kwargs(arguments), again, replay.autocast)
+    wrt = [leaf, *own, *(arguments[i] for i in segment.differentiable)]
     if gq is None or not u.requires_grad:
-        return u, [None] * len(wrt)
-    if not torch.compiler.is_compiling():
-        _refuse_foreign_leaves(segment.chain, index, u, wrt)
+        return u.detach(), [None] * len(wrt)
+    if not chain.traced:
+        _look_at_graph(chain, index, u, wrt)
     gu = with_strides(gq if gain == 1.0 else gq * gain, q.stride())
-    return u.detach(), torch.autograd.grad(u, wrt, gu, allow_unused=True)
+    try:
+        return u.detach(), torch.autograd.grad(u, wrt, gu, allow_unused=True)
+    except RuntimeError as error:
+        if "use_reentrant" in str(error) or "Checkpointing is not compatible" in str(error):
+            raise BranchError(
+                f"{chain.name(index)} uses torch's checkpoint with use_reentrant=True, which cannot be differentiated inside "
+                "a reversible sequence: give it use_reentrant=False"
+            ) from error
+        raise
 
 
-def _refuse_foreign_leaves(chain: Chain, index: int, u: Tensor, leaves: Sequence[Tensor]) -> None:
-    """Raise if u depends on a tensor that requires grad and that we do not know: its gradient would be lost."""
+def _leaves(
+    segment: ReversibleSegment, index: int, inputs: Sequence[Tensor], wanted: bool
+) -> tuple[list[Tensor], dict[str, Tensor] | None]:
+    """The tensors to differentiate for among a branch's parameters, and what to lend it if its own will not do.
+
+    Its own parameters serve as leaves where nothing distinguishes them from those of the forward pass and no hook on them
+    would be called twice.
+    """
+    trained, own = segment.trained[index], segment.parameters[index]
+    if not segment.chain.traced:
+        slots = segment.chain.contents(index).parameters
+        if not hooks_hear_every_module() and all(
+            slot.tensor is then and then.requires_grad == (slot.name in trained) and not then._backward_hooks
+            for slot, then in zip(slots, own.values(), strict=True)
+        ):
+            return [own[name] for name in trained], None
+    own = dict(own)
+    if inputs:
+        own.update({name: inputs[slot] for name, slot in zip(trained, segment.slots[index], strict=False)})
+    leaves = {name: p.detach().requires_grad_(wanted and name in trained) for name, p in own.items()}
+    if segment.chain.traced:
+        return [leaves[name] for name in trained], leaves
+    with torch.enable_grad():  # aliases, since hooks on modules cannot be given leaves in autograd.grad
+        return [leaves[name] for name in trained], {name: _alias(leaf) for name, leaf in leaves.items()}
+
+
+def _look_at_graph(chain: Chain, index: int, u: Tensor, leaves: Sequence[Tensor]) -> None:
+    """Raise if u depends on a tensor that requires grad and that we do not know: its gradient would be lost.
+
+    Warn once of a branch that contains its own skip connection.
+    """
     ours = {id(leaf) for leaf in leaves}
     for node in graph_nodes(u):
         variable = getattr(node, "variable", None)
@@ -281,47 +426,48 @@ def _refuse_foreign_leaves(chain: Chain, index: int, u: Tensor, leaves: Sequence
                 f"{chain.name(index)} uses a tensor of shape {tuple(variable.shape)} that requires grad but is neither its "
                 "parameter nor a keyword argument: register it, or pass it as a keyword argument, to get its gradient"
             )
+    contents = chain.contents(index)
+    if contents.has_skip is None:
+        contents.has_skip = _adds_its_input(u, leaves[0])
+        if contents.has_skip:
+            warnings.warn(
+                f"{chain.name(index)} adds its own input, as a residual block does, and the scheme adds it once more: leave "
+                "out the skip connection, or use revode.convert",
+                stacklevel=2,
+            )
 
 
-def _refuse_unsuitable(chain: Chain, index: int) -> None:
-    """Raise on a branch that cannot be given other parameters than its own."""
-    branch = chain.branches[index]
-    if torch.compiler.is_compiling():
-        return
-    if isinstance(branch, torch.jit.ScriptModule):
-        raise BranchError(
-            f"{chain.name(index)} is TorchScript, which cannot be recomputed on parameters that are lent to it: give the "
-            "module it was made from, or use backprop='store'"
-        )
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    # FSDP2's parameters are not those that our inputs name.
-    if fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in branch.modules()):
-        raise BranchError(
-            f"{chain.name(index)} is sharded by itself (fully_shard): shard the ReversibleSequence or a module around it"
-        )
+_NEUTRAL = ("AddBackward", "AliasBackward", "CloneBackward", "ToCopyBackward", "ViewBackward", "UnsafeViewBackward")
 
 
-class StoredCall:
+def _adds_its_input(u: Tensor, leaf: Tensor) -> bool:
+    """Whether the graph of u reaches `leaf` through additions alone."""
+    pending: list[tuple[Any, bool]] = [(u.grad_fn, False)]
+    visited: set[Any] = set()
+    while pending:
+        node, added = pending.pop()
+        if node is None or node in visited:
+            continue
+        visited.add(node)
+        if getattr(node, "variable", None) is leaf and added:
+            return True
+        if node.name().rstrip("0123456789").startswith(_NEUTRAL):
+            added = added or node.name().startswith("AddBackward")
+            pending.extend((following, added) for following, _ in node.next_functions)
+    return False
+
+
+def call_stored(chain: Chain, branch: nn.Module, q: Tensor, kwargs: dict[str, Any], autocast: Autocast) -> Any:
     """Call a branch so that stored gradients are summed in the engine's order: within a branch first, then over depth.
 
     Each branch sees its own alias of the state, of the keyword arguments and of the parameters it shares with others, and
     under autocast casts its weights itself, so that gradients of several uses are added in full precision.
     """
-
-    def __init__(self, chain: Chain, autocast: Autocast) -> None:
-        self.autocast = autocast
-        uses: dict[int, int] = {}
-        for branch in chain.branches:
-            for parameter in branch.parameters():
-                uses[id(parameter)] = uses.get(id(parameter), 0) + 1
-        self.shared = {key for key, count in uses.items() if count > 1}
-
-    def __call__(self, index: int, branch: nn.Module, q: Tensor, kwargs: dict[str, Any]) -> Any:
-        kwargs = pytree.tree_map(_alias, kwargs)
-        shared = {name: _alias(p) for name, p in branch.named_parameters() if id(p) in self.shared}
-        q = _alias(q)
-        with self.autocast.restore():
-            return functional_call(branch, shared, (q,), kwargs) if shared else branch(q, **kwargs)
+    kwargs = pytree.tree_map(_alias, kwargs)
+    shared = {name: _alias(p) for name, p in branch.named_parameters() if id(p) in chain.shared_parameters}
+    q = _alias(q)
+    with autocast.restore():
+        return functional_call(branch, shared, (q,), kwargs) if shared else branch(q, **kwargs)
 
 
 def _alias(leaf: Any) -> Any:

@@ -9,21 +9,24 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from revode.engine import arrival
 from revode.engine.accounting import graph_bytes
-from revode.engine.chain import Chain, tensor_leaves
+from revode.engine.chain import Call, Chain, tensor_leaves
+from revode.engine.contents import ContentsOf
 from revode.engine.grid import Grid, gradient_in_strides, with_strides
-from revode.engine.replay import Autocast, call_to_invert
-from revode.engine.segment import ReversibleSegment, StoredCall
-from revode.engine.tracing import allow_tracing
+from revode.engine.replay import Autocast, call_to_invert, call_traced_without_noise
+from revode.engine.segment import ReversibleSegment, call_stored
+from revode.engine.tracing import allow_tracing, compilation_is_possible, eagerly, whole_or_eager
 from revode.schemes import OpenState, Scheme, State
 
 STRATEGIES = ("reversible", "checkpoint", "store")
+STRATEGY_OPTIONS = ("backprop", "exact", "anchor_every", "memory_budget", "split_dim", "verify")
 ROUNDING_GROWTH = 64.0
 """How far a reversible segment may amplify rounding (6 bits) before an anchor is kept, when |s| < 1."""
 
@@ -42,7 +45,11 @@ class ReversibleSequence(nn.Module):
         anchor_every: keep the state of every k-th step, so that drift starts anew there. Schemes that invert with
             amplified rounding (Momentum, damping) have anchors by default.
         memory_budget: bytes of activations that may be kept; as many branches as fit are stored, the rest recomputed.
-        split_dim: the dimension that splitting schemes halve.
+        split_dim: the dimension that splitting schemes halve; by default that of the channels, and it must be given for
+            inputs of three dimensions, where (batch, channels, length) and (batch, time, width) look alike.
+        verify: whether the walk back checks that it ends where forward began, and raises `ReversalError` if not.
+
+    A branch is given without its skip connection: the scheme adds it.
     """
 
     def __init__(
@@ -54,7 +61,8 @@ class ReversibleSequence(nn.Module):
         exact: bool | int = False,
         anchor_every: int | None = None,
         memory_budget: int | None = None,
-        split_dim: int = 1,
+        split_dim: int | None = None,
+        verify: bool = True,
     ) -> None:
         super().__init__()
         fields = list(fields)
@@ -62,11 +70,29 @@ class ReversibleSequence(nn.Module):
         self.fields = nn.ModuleList(fields)
         self.scheme = scheme
         self.backprop = backprop
+        self.exact = exact
         self.grid = None if exact is False else Grid(exact)
         self.anchor_every = anchor_every
         self.memory_budget = memory_budget
         self.split_dim = split_dim
+        self.verify = verify
         self._num_stored: dict[Any, int] = {}
+        self._contents = ContentsOf()
+        self._has_warned = False
+
+    def with_strategy(self, **changes: Any) -> ReversibleSequence:
+        """A sequence of the same branches, with the same parameters, that computes gradients in another way.
+
+        Args:
+            changes: ``backprop``, ``exact``, ``anchor_every``, ``memory_budget``, ``split_dim`` or ``verify``. A budget goes
+                with ``backprop="reversible"`` only, and is dropped with it.
+        """
+        options = {name: getattr(self, name) for name in STRATEGY_OPTIONS}
+        if changes.get("backprop", "reversible") != "reversible":
+            options["memory_budget"] = None
+        twin = ReversibleSequence(list(self.fields), self.scheme, **(options | changes))
+        twin.training = self.training
+        return twin
 
     def forward(self, x: Tensor | State, *, return_state: bool = False, **kwargs: Any) -> Any:
         """The readout of the final pair, and the pair itself if asked.
@@ -74,13 +100,57 @@ class ReversibleSequence(nn.Module):
         Args:
             x: the input; or a pair from another sequence of the same scheme, to go on from it.
             return_state: whether to return ``(y, state)``; ``inverse(state)`` gives x back.
-            kwargs: passed to every branch.
+            kwargs: each is passed to the branches whose ``forward`` takes it.
         """
         p, q = self._enter(x)
-        chain = Chain(list(self.fields), self.scheme, self.grid, p is not None, kwargs)
-        state = self._run(chain, p, q)
+        state = self._run(p, q, kwargs)
         y = self.scheme.readout(state, self.split_dim)
         return (y, state) if return_state else y
+
+    def states(self, x: Tensor | State, **kwargs: Any) -> Iterator[OpenState]:
+        """The pairs over depth: at entry, and after each branch; ordinary autograd follows if gradients are enabled.
+
+        It is a generator: ``send(pair)`` goes on from that pair in place of the one it gave. Before a scheme on one tensor has
+        started, the first member of its pair is None.
+
+        Args:
+            x: what ``forward`` takes.
+            kwargs: as for ``forward``.
+        """
+        state = self._enter(x)
+        chain = self._chain(*state, kwargs)
+        autocast = Autocast(state[1].device.type)
+        state = (yield state) or state
+        for index in range(len(self.fields)):
+            p, q = state
+            u = chain.evaluate(index, q, kwargs, self._stored_call(chain, index, autocast), autocast)
+            state = q, chain.advance(index, p, q, self._stored(u))
+            chain.close()
+            state = (yield state) or state
+
+    def states_back(self, state: State, *, started: bool | None = None, **kwargs: Any) -> Iterator[OpenState]:
+        """The pairs that the walk back rebuilds: the final one, and before each branch from the last on.
+
+        Args:
+            state: the pair that ``forward(..., return_state=True)`` returned.
+            started: whether forward went on from a pair; by default it does so only in schemes that split their input.
+            kwargs: what forward was given.
+        """
+        q, q_next = self._check_pair(state)
+        if self.grid is not None:
+            self.grid.check_on_grid(q, "in state[0]")
+            self.grid.check_on_grid(q_next, "in state[1]")
+        q = q.clone()  # what a branch is given must not be the caller's
+        started = self.scheme.splits if started is None else started
+        chain = Chain(list(self.fields), self.scheme, self.grid, started, kwargs, self._contents)
+        autocast = Autocast(q.device.type)
+        yield q, q_next
+        for index in reversed(range(0 if started else 1, len(self.fields))):
+            u = chain.evaluate(index, q, kwargs, self._inverting_call(chain, index), autocast)
+            q, q_next = chain.retreat(index, q, q_next, u), q
+            yield q, q_next
+        if not started:
+            yield None, q
 
     def inverse(self, state: State, *, return_state: bool = False, **kwargs: Any) -> Any:
         """The input that leads to `state`, by walking back.
@@ -93,20 +163,18 @@ class ReversibleSequence(nn.Module):
             return_state: whether the forward call went on from a pair, so that a pair is wanted back.
             kwargs: what forward was given.
         """
-        q, q_next = self._check_pair(state)
-        if self.grid is not None:
-            self.grid.check_on_grid(q, "in state[0]")
-            self.grid.check_on_grid(q_next, "in state[1]")
-        q = q.clone()  # what a branch is given must not be the caller's
-        started = self.scheme.splits or return_state
-        chain = Chain(list(self.fields), self.scheme, self.grid, started, kwargs)
-        autocast = Autocast(q.device.type)
-        for index in reversed(range(0 if started else 1, len(self.fields))):
-            u = chain.evaluate(index, q, kwargs, _call_to_invert, autocast)
-            q, q_next = chain.retreat(index, q, q_next, u), q
-        if return_state:
-            return q, q_next
-        return torch.cat((q, q_next), dim=self.split_dim) if self.scheme.splits else q
+        *_, (p, q) = self.states_back(self._check_pair(state), started=self.scheme.splits or return_state, **kwargs)
+        if p is None or return_state:
+            return q if p is None else (p, q)
+        return self.scheme.readout((p, q), self.split_dim)
+
+    def _chain(self, p: Tensor | None, q: Tensor, kwargs: dict[str, Any]) -> Chain:
+        """A call that starts from this pair."""
+        chain = Chain(list(self.fields), self.scheme, self.grid, p is not None, kwargs, self._contents)
+        for state in (p, q):
+            if chain.range_flags is not None and state is not None:
+                chain.range_flags.note(state, "at entry")
+        return chain
 
     def _enter(self, x: Tensor | State) -> OpenState:
         """The pair to start from: ours alone, dense, in the state's dtype and on the grid."""
@@ -121,18 +189,15 @@ class ReversibleSequence(nn.Module):
     def _enter_tensor(self, x: Tensor, strides: tuple[int, ...]) -> Tensor:
         if not x.is_floating_point():
             raise ValueError(f"a state must be a floating-point tensor, got dtype {x.dtype}")
-        if x.dtype in (torch.float16, torch.bfloat16) and torch.is_autocast_enabled(x.device.type):
+        if x.dtype in (torch.float16, torch.bfloat16) and Autocast(x.device.type).enabled:
             x = x.float()
         if self.grid is not None:
-            self.grid.check(x, "at entry")
             return with_strides(self.grid.round(x), strides)
         return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
 
     def _check_input(self, x: Any) -> None:
         if not isinstance(x, Tensor):
             raise ValueError(f"x must be a tensor, or a pair of tensors to go on from, got {_kind(x)}")
-        if self.scheme.splits and not -x.dim() <= self.split_dim < x.dim():
-            raise ValueError(f"split_dim={self.split_dim} is out of range for an input of shape {tuple(x.shape)}")
 
     def _check_pair(self, state: Any) -> State:
         if not (isinstance(state, tuple | list) and len(state) == 2 and all(isinstance(t, Tensor) for t in state)):
@@ -145,14 +210,31 @@ class ReversibleSequence(nn.Module):
             )
         return p, q
 
-    def _run(self, chain: Chain, p: Tensor | None, q: Tensor) -> State:
-        """Walk all couplings, cut into segments as the strategy says."""
+    @whole_or_eager
+    def _run(self, p: Tensor | None, q: Tensor, kwargs: dict[str, Any]) -> State:
+        """Walk all couplings: as part of a graph that is being traced, or eagerly."""
         if torch.compiler.is_compiling():
             allow_tracing()
+            return self._walk(self._chain(p, q, kwargs), p, q)
+        walk = (
+            eagerly(ReversibleSequence._walk_eagerly) if compilation_is_possible() else ReversibleSequence._walk_eagerly
+        )
+        return walk(self, p, q, kwargs)
+
+    def _walk_eagerly(self, p: Tensor | None, q: Tensor, kwargs: dict[str, Any]) -> State:
+        arrival.check_arrived()
+        chain = self._chain(p, q, kwargs)
+        try:
+            return self._walk(chain, p, q)
+        finally:  # a state out of range explains what a branch then makes of it
+            chain.close()
+
+    def _walk(self, chain: Chain, p: Tensor | None, q: Tensor) -> State:
+        """Walk all couplings, cut into segments as the strategy says."""
         total = len(self.fields)
         needs_graph = torch.is_grad_enabled() and self._requires_grad(p, q, chain.kwargs)
-        traced = torch.compiler.is_exporting() or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
-        if not needs_graph or self.backprop == "store" or traced:
+        exported = torch.compiler.is_exporting() or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
+        if not needs_graph or self.backprop == "store" or exported:
             num_stored, (p, q) = self._store(chain, p, q, total)
         elif self.memory_budget is not None:
             num_stored, (p, q) = self._store_within_budget(chain, p, q, self.memory_budget)
@@ -162,19 +244,38 @@ class ReversibleSequence(nn.Module):
         if num_stored < total and length > 1:
             _warn_of_half_precision(q.dtype)
         separate = self.grid is not None and length < total - num_stored
+        warned = self._warned if self.verify else None
         for start in range(num_stored, total, length):
-            p, q = ReversibleSegment(chain, start, min(start + length, total), separate or num_stored > 0).run(p, q)
+            stop = min(start + length, total)
+            p, q = ReversibleSegment(chain, start, stop, separate or num_stored > 0, warned).run(p, q)
         assert p is not None
         return p, q
+
+    def _warned(self) -> bool:
+        """Whether this sequence has warned of drift before; from now on it has."""
+        before, self._has_warned = self._has_warned, True
+        return before
 
     def _store(self, chain: Chain, p: Tensor | None, q: Tensor, stop: int) -> tuple[int, OpenState]:
         """The couplings before `stop` as ordinary autograd sees them."""
         autocast = Autocast(q.device.type)
-        call = StoredCall(chain, autocast) if self.grid is not None and torch.is_grad_enabled() else _call
         for index in range(stop):
+            call = self._stored_call(chain, index, autocast)
             u = self._stored(chain.evaluate(index, q, chain.kwargs, call, autocast))
             p, q = q, chain.advance(index, p, q, u)
         return stop, (p, q)
+
+    def _stored_call(self, chain: Chain, index: int, autocast: Autocast) -> Call:
+        branch = chain.branches[index]
+        if self.grid is None or not torch.is_grad_enabled():
+            return lambda q, kwargs: branch(q, **kwargs)
+        return lambda q, kwargs: call_stored(chain, branch, q, kwargs, autocast)
+
+    def _inverting_call(self, chain: Chain, index: int) -> Call:
+        branch = chain.branches[index]
+        if chain.traced:
+            return lambda q, kwargs: call_traced_without_noise(branch, q, kwargs)
+        return lambda q, kwargs: call_to_invert(chain.contents(index), q, kwargs, chain.streams)
 
     def _stored(self, u: Tensor) -> Tensor:
         """u as part of a stored segment: on the grid, gradients must be the engine's to the bit."""
@@ -198,12 +299,11 @@ class ReversibleSequence(nn.Module):
                 "memory_budget is kept by measuring the branches as they run, which torch.compile cannot do: "
                 "call the uncompiled sequence once on an input of this shape first"
             )
-        call = StoredCall(chain, autocast) if self.grid is not None else _call
         total, state = len(chain.branches), q.numel() * q.element_size()
         used = largest = index = 0
         while index < total and (index == 0 or used + largest + self._kept_states(total - index - 1) * state <= budget):
-            u = chain.evaluate(index, q, chain.kwargs, call, autocast)
-            u = self._stored(u)
+            call = self._stored_call(chain, index, autocast)
+            u = self._stored(chain.evaluate(index, q, chain.kwargs, call, autocast))
             cost = graph_bytes(u, [q, *arguments], self.parameters())
             used, largest = used + cost, max(largest, cost)
             p, q = q, chain.advance(index, p, q, u)
@@ -244,14 +344,6 @@ class ReversibleSequence(nn.Module):
         return ", ".join(parts)
 
 
-def _call(index: int, branch: nn.Module, q: Tensor, kwargs: dict[str, Any]) -> Any:
-    return branch(q, **kwargs)
-
-
-def _call_to_invert(index: int, branch: nn.Module, q: Tensor, kwargs: dict[str, Any]) -> Any:
-    return call_to_invert(branch, q, kwargs)
-
-
 def states_kept(num_branches: int, length: int) -> int:
     """States that so many branches keep in reversible segments of this length: a pair each, or the input of a single one."""
     return math.ceil(num_branches / length) * (2 if length > 1 else 1)
@@ -282,7 +374,7 @@ def _check_arguments(
     exact: bool | int,
     anchor_every: int | None,
     memory_budget: int | None,
-    split_dim: int,
+    split_dim: int | None,
 ) -> None:
     if not isinstance(scheme, Scheme):
         raise ValueError(f"scheme must be a revode scheme such as Verlet(h=0.1), got {scheme!r}")
@@ -300,8 +392,8 @@ def _check_arguments(
             f"exact={exact!r} needs a scheme that adds and subtracts only; {scheme!r} scales the old state by "
             f"{scheme.carry:g} at each step: use exact=False"
         )
-    if not isinstance(split_dim, int) or isinstance(split_dim, bool):
-        raise ValueError(f"split_dim must be an integer, got {split_dim!r}")
+    if split_dim is not None and (not isinstance(split_dim, int) or isinstance(split_dim, bool)):
+        raise ValueError(f"split_dim must be an integer or None, got {split_dim!r}")
     for name, value in (("anchor_every", anchor_every), ("memory_budget", memory_budget)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             unit = "bytes" if name == "memory_budget" else "steps"

@@ -23,10 +23,25 @@ def allow_tracing() -> bool:
             "(torch.compile(branch)), build it with backprop='store', or use torch 2.13"
         )
     config.trace_autograd_ops = True
+    for code in _whole_or_eager:
+        torch._dynamo.eval_frame.skip_code(code)  # type: ignore[attr-defined]
     return True
 
 
-def dynamo_is_about() -> bool:
+_whole_or_eager: list[Any] = []
+
+
+def whole_or_eager(function: Any) -> Any:
+    """Mark `function`: dynamo may trace it as a part of a graph, but where a graph breaks it runs as it is.
+
+    Inside a frame that dynamo compiles by itself, ``torch.compiler.is_compiling()`` is true even where the frame then calls
+    things for real; code that trusts the answer would leave out what only a whole graph can do without.
+    """
+    _whole_or_eager.append(function.__code__)
+    return function
+
+
+def compilation_is_possible() -> bool:
     """Whether anything may be compiled in this process."""
     return "torch._dynamo" in sys.modules
 
@@ -77,7 +92,7 @@ def _draws(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
     """Whether this call draws random numbers."""
     if function in _DROPOUTS_IN_TRAINING:
         name = "train" if function in (torch.dropout, torch.feature_dropout) else "training"
-        return bool(_argument(2, name, True, args, kwargs))
+        return bool(_argument(2, name, True, args, kwargs)) and _argument(1, "p", 0.5, args, kwargs) != 0.0
     if function in _RRELU_IN_TRAINING:
         return bool(_argument(3, "training", False, args, kwargs))
     if function is nn.functional.scaled_dot_product_attention:
@@ -103,25 +118,51 @@ _DRAWING_METHODS = frozenset(
 )
 
 
-def refuse_random_nodes() -> bool:
-    """Raise if what has been traced of the current graph draws random numbers; runs while dynamo is tracing.
+def refuse_unrepeatable() -> bool:
+    """Raise if what has been traced of the current graph cannot be computed again; runs while dynamo is tracing.
 
     The mode does not see every call (dynamo rewrites some, as ``torch.rand_like``, before it asks); the graph has them all.
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
-    try:
-        graph = InstructionTranslator.current_tx().output.current_tracer.graph
-    except AttributeError:  # behind a graph break, code runs for real and the mode sees every call
-        return True
-    for node in graph.nodes:
-        tags = getattr(node.target, "tags", ())
-        by_function = node.op == "call_function" and (
-            torch.Tag.nondeterministic_seeded in tags or _draws(node.target, node.args, node.kwargs)
-        )
-        if by_function or (node.op == "call_method" and node.target in _DRAWING_METHODS):
+    output = InstructionTranslator.current_tx().output
+    if getattr(output, "random_calls", None):  # Python's random: dynamo hands the numbers in from outside
+        _refuse_random()
+    for node in output.current_tracer.graph.nodes:
+        if _node_draws(node):
             _refuse_random()
+        if _node_writes_to_input(node):
+            raise ValueError(
+                "a branch updates a buffer of its own (spectral norm?), which a reversible sequence compiled as a whole "
+                "cannot set back in backward: use compile=True, or backprop='store'"
+            )
     return True
+
+
+def _node_draws(node: Any) -> bool:
+    """Whether a node of dynamo's graph draws random numbers."""
+    if node.op == "call_method":
+        return node.target in _DRAWING_METHODS
+    if node.op != "call_function":
+        return False
+    target = node.target
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        target = getattr(target, target.overloads()[0])
+    seeded = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+    if seeded and "dropout" in str(target):
+        return _argument(2, "train", True, node.args, node.kwargs) is not False
+    numpy_draws = any("random" in getattr(part, "__module__", "") for part in (target, getattr(target, "f", None)))
+    return seeded or numpy_draws or _draws(node.target, node.args, node.kwargs)
+
+
+def _node_writes_to_input(node: Any) -> bool:
+    """Whether a node writes over a tensor that comes from outside the graph."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    written = [node.kwargs.get("out")]
+    if node.op in ("call_method", "call_function") and name.endswith("_") and not name.endswith("__") and node.args:
+        written.append(node.args[0])
+    inputs = [target for target in written if getattr(target, "op", None) in ("placeholder", "get_attr")]
+    return any("num_batches_tracked" not in target.name for target in inputs)
 
 
 def _refuse_random() -> None:
@@ -134,5 +175,5 @@ def _refuse_random() -> None:
 # Dynamo runs these for real while it traces. It is what torch.compiler.assume_constant_result does, without importing
 # dynamo for everyone.
 allow_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
-refuse_random_nodes._dynamo_marked_constant = True  # type: ignore[attr-defined]
+refuse_unrepeatable._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _refuse_random._dynamo_marked_constant = True  # type: ignore[attr-defined]

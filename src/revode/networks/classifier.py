@@ -254,6 +254,7 @@ def make_sequence(config: ReversibleConfig, unit: int) -> ReversibleSequence | N
         exact=config.exact,
         anchor_every=config.anchor_every,
         split_dim=1,
+        verify=config.verify,
     )
 
 

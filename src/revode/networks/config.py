@@ -163,9 +163,11 @@ class ReversibleConfig(NetworkConfig):
         anchor_every: keep the state of every k-th block.
         memory_budget: bytes of activations that the whole network may keep; as much as fits is not recomputed.
         damping: d in [0, 1): multiplies the carried state by 1 - d at every step.
+        verify: whether the walk back checks that it ends where forward began.
     """
 
     exact: bool | int = False
+    verify: bool = True
     anchor_every: int | None = None
     memory_budget: int | None = None
     damping: float = 0.0

@@ -116,13 +116,7 @@ def _parts(model: Any, strategy: str) -> Iterator[tuple[str, nn.Module, nn.Modul
     for number, stage in enumerate(model.stages, start=1):
         body = stage.body
         if isinstance(body, ReversibleSequence):
-            twin = ReversibleSequence(
-                list(body.fields),
-                body.scheme,
-                backprop=strategy,
-                exact=body.grid.bits if body.grid is not None else False,
-                anchor_every=body.anchor_every,
-            )
+            twin = body.with_strategy(backprop=strategy, memory_budget=None)
             yield f"unit {number}", body, Stage(twin, nn.Identity(), passes_pair=stage.passes_pair)
         elif body is not None:
             yield f"unit {number}", body, body

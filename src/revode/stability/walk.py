@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -212,4 +212,4 @@ def _pair_scale(unit: ReversibleSequence | None, parts: Parts) -> float:
 
 def unit_input(unit: ReversibleSequence, parts: Parts) -> Tensor:
     """A unit's entrance as the one tensor that ``unit(x)`` takes."""
-    return torch.cat(parts, dim=unit.split_dim) if unit.scheme.splits else parts[-1]
+    return unit.scheme.readout(cast(State, parts), unit.split_dim) if unit.scheme.splits else parts[-1]

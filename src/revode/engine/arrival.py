@@ -1,0 +1,157 @@
+"""Does the walk back end where forward began? A few numbers kept of a state tell.
+
+Forward keeps a fingerprint of the state that enters a segment: 32 sums of its elements with pseudo-random signs. The walk back
+arrives at that state again, and the distance of the two fingerprints estimates the distance of the states, in the L2 norm. On
+the grid the sums are exact, so there the fingerprints are equal or the walk was wrong.
+
+What is found on a CPU is judged at once. Elsewhere numbers are copied to the host without waiting, and judged by the next call
+of a sequence, or by `check`.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+WIDTH = 32
+"""Numbers in a fingerprint."""
+_ROW = 4096
+WARN_ABOVE = 1e-3
+RAISE_ABOVE = {torch.float64: 1e-6}
+RAISE_ABOVE_OTHERWISE = 1e-1
+
+
+class ReversalError(RuntimeError):
+    """The walk back did not arrive where forward began, so gradients would be wrong."""
+
+
+class DriftWarning(UserWarning):
+    """States were rebuilt with an error that gradients may show."""
+
+
+def _signs(number: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Fixed pseudo-random signs: a bit of a hash of each place."""
+    i = (torch.arange(1, number + 1, device=device) * 0x9E3779B1) & 0xFFFFFFFF
+    i = ((i ^ (i >> 15)) * 0x85EBCA77) & 0xFFFFFFFF
+    return (1 - 2 * ((i ^ (i >> 13)) & 1)).to(dtype)
+
+
+_signs_again = functools.lru_cache(maxsize=64)(_signs)
+
+
+def fingerprint(x: Tensor, exactly: bool) -> Tensor:
+    """32 sums of the elements of x with fixed signs; the distance of two such is that of the tensors, in expectation.
+
+    Args:
+        x: a dense tensor; elements are taken as they lie in memory.
+        exactly: whether to sum without rounding, for states on the grid.
+    """
+    traced = torch.compiler.is_compiling()
+    signs = _signs if traced else _signs_again
+    x = x.detach()
+    flat = x.reshape(-1) if traced else x.as_strided((x.numel(),), (1,))
+    if exactly:
+        flat = flat.double()
+    elif flat.dtype in (torch.float16, torch.bfloat16):
+        flat = flat.float()
+    for width in (_ROW, WIDTH):
+        rows = flat.numel() // width
+        if rows > 1:
+            rest = flat[rows * width :]
+            flat = torch.mv(flat[: rows * width].view(rows, width).t(), signs(rows, flat.device, flat.dtype))
+            if rest.numel():
+                flat = torch.cat((flat[: rest.numel()] + rest, flat[rest.numel() :]))
+    return flat.clone()  # never a view of x
+
+
+def distance(now: Tensor, then: Tensor, floor: Tensor | None = None) -> Tensor:
+    """‖now - then‖ / ‖then‖ of two fingerprints; what is too small to matter beside `floor` does not count."""
+    scale = torch.linalg.vector_norm(then)
+    if floor is not None:
+        scale = scale + 1e-6 * torch.linalg.vector_norm(floor)
+    return torch.linalg.vector_norm(now - then) / scale
+
+
+def largest_distance(dtype: torch.dtype, exactly: bool) -> float:
+    """The distance above which a walk back was wrong."""
+    return 0.0 if exactly else RAISE_ABOVE.get(dtype, RAISE_ABOVE_OTHERWISE)
+
+
+_CAUSES = (
+    "A branch may depend on something that changed between forward and backward: a counter, a cache, a plain tensor "
+    "attribute, an option such as Dropout.p, random numbers of a generator that the engine does not know."
+)
+
+
+def judge(distances: list[float], dtype: torch.dtype, exactly: bool, where: str, warned: Callable[[], bool]) -> None:
+    """Raise or warn, if the distances of a segment's first state and of its first branch's value are too large.
+
+    Args:
+        distances: relative distances; one that is not a number says nothing (states were not finite).
+        dtype: of the states.
+        exactly: whether states were on the grid.
+        where: the segment, for the message.
+        warned: called before a warning; whether the sequence has warned before.
+    """
+    found = max((d for d in distances if d == d), default=0.0)
+    if found > largest_distance(dtype, exactly):
+        way_out = (
+            "Mend the branch, or use backprop='store'."
+            if exactly
+            else "If no branch does so, rounding has grown over depth: use exact=True, or set anchor_every."
+        )
+        raise ReversalError(
+            f"the walk back through {where} missed the state that forward had seen, by {found:.2g} of its norm: gradients "
+            f"would be wrong. {_CAUSES} {way_out}"
+        )
+    if not exactly and found > WARN_ABOVE and not warned():
+        warnings.warn(
+            f"the walk back through {where} missed the state that forward had seen by {found:.2g} of its norm, and gradients "
+            "suffer from it: use exact=True, or set anchor_every",
+            DriftWarning,
+            stacklevel=2,
+        )
+
+
+_pending: deque[tuple[Tensor, Any, Callable[[list[float]], None]]] = deque()
+
+
+def post(numbers: Tensor, verdict: Callable[[list[float]], None]) -> None:
+    """Let `verdict` judge these numbers: at once on a CPU, elsewhere when they have reached the host."""
+    numbers = numbers.detach()
+    if numbers.device.type == "cpu":
+        verdict(numbers.tolist())
+        return
+    host = torch.empty_like(numbers, device="cpu", pin_memory=numbers.device.type == "cuda")
+    host.copy_(numbers, non_blocking=True)
+    module: Any = getattr(torch, numbers.device.type, None)
+    event = module.Event() if hasattr(module, "Event") else None
+    if event is not None:
+        event.record()
+    _pending.append((host, event, verdict))
+
+
+def check_arrived() -> None:
+    """Judge what has reached the host by now, without waiting."""
+    while _pending and (_pending[0][1] is None or _pending[0][1].query()):
+        host, _, verdict = _pending.popleft()
+        verdict(host.tolist())
+
+
+def check() -> None:
+    """Wait for the device, and raise what the checks of all calls so far have found.
+
+    On a CPU there is nothing to wait for: the calls themselves raise. Elsewhere a walk back that went wrong, or a state out of
+    the range of the grid, is noticed by the next call of a sequence; call this before you save a model.
+    """
+    while _pending:
+        host, event, verdict = _pending.popleft()
+        if event is not None:
+            event.synchronize()
+        verdict(host.tolist())

@@ -1,0 +1,193 @@
+"""What a branch holds, looked up once and forgotten when it changes: modules, parameters, buffers, generators.
+
+Modules of ``torch.nn`` are known by their type: which of them draw random numbers, and that they touch no stream of Python or
+NumPy. Of any other module nothing is known, so every stream is watched around it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.parameter import UninitializedParameter
+
+from revode.engine.randomness import Stream, held_by, held_streams
+
+_STATISTICS_ONLY = {_BatchNorm.forward, SyncBatchNorm.forward, _InstanceNorm.forward}
+"""Forwards whose output in training mode does not depend on the buffers they update."""
+
+_MIND_GRADIENTS = (nn.RNNBase, nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
+"""Modules that take other kernels, which give other bits, where no gradient is wanted."""
+
+
+class Slot(NamedTuple):
+    """A place in a module that holds a tensor."""
+
+    home: dict[str, Any]
+    key: str
+    name: str
+
+    @property
+    def tensor(self) -> Tensor:
+        return self.home[self.key]
+
+
+def collects_statistics(module: nn.Module) -> bool:
+    """Whether `module` is a norm that in training mode updates its buffers and does not use them."""
+    return isinstance(module, _BatchNorm | _InstanceNorm) and type(module).forward in _STATISTICS_ONLY
+
+
+def _is_torchs(module: nn.Module) -> bool:
+    """Whether all that a call of this module does is known from its type."""
+    kind = type(module)
+    if not kind.__module__.startswith(("torch.nn.modules.", "revode.")):
+        return False
+    if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
+        return False
+    activation = getattr(module, "activation", None)  # of a transformer's layer or of our fields: any callable
+    return activation is None or getattr(activation, "__module__", "").startswith("torch")
+
+
+def _draws(module: nn.Module) -> bool:
+    """Whether a module of ``torch.nn`` draws random numbers as it is now."""
+    if isinstance(module, _DropoutNd):
+        return module.training and module.p > 0.0
+    if isinstance(module, nn.MultiheadAttention | nn.RNNBase):
+        return module.training and module.dropout > 0.0
+    return module.training if isinstance(module, nn.RReLU) else True
+
+
+_DRAWING = (
+    _DropoutNd,
+    nn.RReLU,
+    nn.MultiheadAttention,
+    nn.RNNBase,
+    nn.FractionalMaxPool2d,
+    nn.FractionalMaxPool3d,
+)
+
+
+class Contents:
+    """The modules, parameters, buffers and generators of one branch, and what may be said of them without looking again."""
+
+    def __init__(self, branch: nn.Module) -> None:
+        self.modules = list(branch.modules())
+        self._shape = self._measure()
+        self.parameters: list[Slot] = []
+        self.statistics: list[tuple[nn.Module, list[Slot]]] = []
+        """Norms, with the slots of the running statistics that they collect in training mode and read otherwise."""
+        self.buffers: list[Slot] = []
+        """All other buffers."""
+        self.changing: set[str] | None = None
+        """Names of the large buffers that calls were seen to change; None before the first call."""
+        self._find_tensors(branch)
+        self.is_known = all(_is_torchs(module) for module in self.modules)
+        self._drawing = [module for module in self.modules if isinstance(module, _DRAWING)]
+        self.minds_gradients = any(isinstance(module, _MIND_GRADIENTS) for module in self.modules)
+        self.generators: list[Stream] = [] if self.is_known else self._find_generators()
+        self.takes = _keywords_of(branch)
+        """Names of the keyword arguments that ``forward`` takes; None if it takes any."""
+        self.has_skip: bool | None = None
+        """Whether it adds its own input, once that was looked for."""
+
+    def _measure(self) -> list[Any]:
+        """What changes when modules, parameters, buffers or attributes come or go."""
+        measure: list[Any] = []
+        for module in self.modules:
+            hooks = len(module._forward_hooks) + len(module._forward_pre_hooks)
+            own = (type(module), len(module.__dict__), len(module._parameters), len(module._buffers), hooks)
+            measure += [own, *module._modules.values()]
+        return measure
+
+    def is_current(self) -> bool:
+        return self._measure() == self._shape
+
+    def _find_tensors(self, branch: nn.Module) -> None:
+        seen: set[int] = set()
+        for prefix, module in branch.named_modules():
+            start = f"{prefix}." if prefix else ""
+            for key, parameter in module._parameters.items():
+                if parameter is not None and id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    self.parameters.append(Slot(module._parameters, key, start + key))
+            slots = [Slot(module._buffers, key, start + key) for key, b in module._buffers.items() if b is not None]
+            if not slots:
+                continue
+            if collects_statistics(module):
+                self.statistics.append((module, slots))
+            else:
+                self.buffers.extend(slots)
+
+    def _find_generators(self) -> list[Stream]:
+        return held_streams(value for module in self.modules if not _is_torchs(module) for value in held_by(module))
+
+    def named_parameters(self, where: str) -> dict[str, Tensor]:
+        """The parameters as they are now, by name."""
+        found: dict[str, Tensor] = {}
+        for home, key, name in self.parameters:
+            parameter = home[key]
+            if isinstance(parameter, UninitializedParameter):
+                raise ValueError(
+                    f"{where} has the uninitialised (lazy) parameter {name!r}: "
+                    "run the sequence once under torch.no_grad() before training it"
+                )
+            assert parameter is not None
+            found[name] = parameter
+        return found
+
+    def buffers_to_read(self) -> list[Slot]:
+        """The slots of all buffers that a call as things are now may depend on."""
+        return [*self.buffers, *(slot for module, slots in self.statistics if not module.training for slot in slots)]
+
+    def modes(self) -> list[bool]:
+        return [module.training for module in self.modules]
+
+    def draws_only_from_torch(self) -> bool:
+        """Whether no stream but torch's can move in a call."""
+        return self.is_known and not _hooks_on_all_modules()
+
+    def draws_from_torch(self) -> bool:
+        """Whether a call draws from torch's streams, if it draws from no others."""
+        return any(_draws(module) for module in self._drawing)
+
+
+def _hooks_on_all_modules() -> bool:
+    return bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
+
+
+def hooks_hear_every_module() -> bool:
+    """Whether hooks are registered on all modules at once (``register_module_forward_hook`` and its like)."""
+    backward = torch_module._global_backward_hooks or torch_module._global_backward_pre_hooks
+    return _hooks_on_all_modules() or bool(backward)
+
+
+def _keywords_of(branch: nn.Module) -> frozenset[str] | None:
+    try:
+        parameters = list(inspect.signature(branch.forward).parameters.values())
+    except (TypeError, ValueError):
+        return None
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    behind_the_state = parameters[1:]
+    return frozenset(p.name for p in behind_the_state if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+
+
+class ContentsOf(dict[int, Contents]):
+    """Contents by the index of a branch; a copy of a sequence begins with none."""
+
+    def look_up(self, index: int, branch: nn.Module) -> Contents:
+        contents = self.get(index)
+        if contents is None or contents.modules[0] is not branch or not contents.is_current():
+            contents = self[index] = Contents(branch)
+        return contents
+
+    def __deepcopy__(self, memo: Any) -> ContentsOf:
+        return ContentsOf()
+
+    def __reduce__(self) -> Any:
+        return ContentsOf, ()
