@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import re
 from pathlib import Path
 
@@ -75,3 +77,15 @@ def test_the_new_scheme_of_the_docs_trains_like_store() -> None:
             torch.testing.assert_close(sequence.inverse(state), x)
         for ours, stored in zip(*grads, strict=True):
             torch.testing.assert_close(ours, stored, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "path", sorted([*(ROOT / "examples").glob("*.py"), *(ROOT / "benchmarks").glob("*.py")]), ids=lambda p: p.name
+)
+def test_what_a_script_imports_is_there(path: Path) -> None:
+    """Nobody runs all examples and scripts every day, so that a moved module would be noticed late."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            module = importlib.import_module(node.module)
+            for alias in node.names:
+                assert hasattr(module, alias.name) or importlib.import_module(f"{node.module}.{alias.name}")
