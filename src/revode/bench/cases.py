@@ -113,15 +113,11 @@ class Case:
         least, most = (
             Case(self.workload, METHODS[name], self.dtype, self.layout).saved_bytes() for name in ("revode", "store")
         )
-        set_memory_budget(self.module, least + (most - least) * share // 100)
-
-
-def set_memory_budget(module: nn.Module, num_bytes: int) -> None:
-    """The budget of a sequence, or of a network as a whole."""
-    if isinstance(module, StagedClassifier):
-        module.config = module.config.with_options(memory_budget=num_bytes)
-    else:
-        cast(ReversibleSequence, module).memory_budget = num_bytes
+        budget = least + (most - least) * share // 100
+        if isinstance(self.module, StagedClassifier):
+            self.module.config = self.module.config.with_options(memory_budget=budget)
+        else:
+            self.module = cast(ReversibleSequence, self.module).with_strategy(memory_budget=budget)
 
 
 def _filled(tensor: Tensor) -> Tensor:

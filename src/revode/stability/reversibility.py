@@ -11,6 +11,7 @@ import copy
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from revode.engine import ReversibleSequence
 from revode.schemes import AdditiveCoupling, State
 from revode.stability.dynamics import amplification
-from revode.stability.walk import detached_copy, prepared, unit_input, unit_states
+from revode.stability.walk import detached_copy, members, prepared, unit_input, unit_states
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,8 @@ def resized(
     h: float | None = None,
     dtype: torch.dtype | None = None,
     exact: bool | int = False,
-    backprop: str = "reversible",
 ) -> ReversibleSequence:
-    """A copy of the first `depth` steps of a sequence, with another step size, dtype or strategy."""
+    """A copy of the first `depth` steps of a sequence, with another step size, dtype or grid; reversible."""
     scheme = copy.copy(sequence.scheme)
     if h is not None:
         if not h > 0.0:
@@ -63,7 +63,7 @@ def resized(
     if not 1 <= depth <= available:
         raise ValueError(f"depth must lie between 1 and the {available} steps of the sequence, got {depth!r}")
     fields = [detached_copy(field).requires_grad_(True) for field in sequence.fields[: depth * width]]
-    options = {"backprop": backprop, "exact": exact, "split_dim": sequence.split_dim}
+    options: dict[str, Any] = {"exact": exact, "split_dim": sequence.split_dim}
     clone = ReversibleSequence(fields, scheme, **options, verify=False)  # what is measured here may be as bad as it is
     clone.train(sequence.training)
     return clone if dtype is None else clone.to(dtype)
@@ -93,24 +93,11 @@ def unit_reconstruction_errors(model: nn.Module, images: Tensor) -> list[float]:
 
 def reconstruction_profile(sequence: ReversibleSequence, x: Tensor) -> list[float]:
     """The relative error of the state on the way back: at the entrance, then after each step; the last is 0."""
-    scheme = sequence.scheme
     with torch.no_grad():
-        state = scheme.init(x, sequence.split_dim)
-        states: list[State] = []
-        for index, field in enumerate(sequence.fields):
-            state = scheme.step(state, field, index)
-            states.append(state)
-        errors = [0.0]
-        back = states[-1]
-        for index in reversed(range(1, len(sequence.fields))):
-            back = scheme.reverse(back, sequence.fields[index], index)
-            errors.append(relative_error(back, states[index - 1]))
-        if scheme.splits:
-            back = scheme.reverse(back, sequence.fields[0], 0)
-            errors.append(relative_error([scheme.readout(back, sequence.split_dim)], [x]))
-        else:  # a start is undone by taking the first member
-            errors.append(relative_error([back[0]], [x]))
-    return errors[::-1][:: scheme.fields_per_step]
+        states = list(sequence.states(x))
+        back = reversed(list(sequence.states_back(cast(State, states[-1]))))
+        errors = [relative_error(members(found), members(state)) for found, state in zip(back, states, strict=True)]
+    return errors[:: sequence.scheme.fields_per_step]
 
 
 def gradients(sequence: ReversibleSequence, x: Tensor, weight: Tensor) -> list[Tensor]:
@@ -127,10 +114,8 @@ def gradient_error(sequence: ReversibleSequence, x: Tensor, *, seed: int = 0) ->
     """The relative difference of a sequence's gradients to those of the same forward under ``store``."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x)
-    grid = sequence.grid
-    stored = resized(sequence, exact=False if grid is None else grid.bits, backprop="store")
-    own = resized(sequence, exact=False if grid is None else grid.bits, backprop="reversible")
-    own.anchor_every = sequence.anchor_every
+    own = resized(sequence, exact=sequence.exact).with_strategy(anchor_every=sequence.anchor_every)
+    stored = own.with_strategy(backprop="store", anchor_every=None)
     return relative_error(gradients(own, x, weight), gradients(stored, x, weight))
 
 

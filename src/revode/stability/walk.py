@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from revode.engine import ReversibleSequence
-from revode.schemes import State
+from revode.schemes import OpenState, State
 
 Parts = tuple[Tensor, ...]
 """A state as the tensors it consists of: two inside a unit, one at the entrance of one-tensor schemes and between units."""
@@ -73,11 +73,18 @@ def analysis_copy(model: nn.Module, dtype: torch.dtype | None = torch.float64) -
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
     reversible_units(model)
     check_finite(model)
-    clone = detached_copy(model).eval()
-    clone = clone.to(dtype) if dtype is not None else clone
-    for unit in reversible_units(clone):
-        unit.backprop, unit.grid, unit.memory_budget, unit.anchor_every = "store", None, None, None
-    return clone
+    clone = detached_copy(model)
+    if isinstance(clone, ReversibleSequence):
+        clone = _stored(clone)
+    for module in list(clone.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, ReversibleSequence):
+                setattr(module, name, _stored(child))
+    return clone.eval() if dtype is None else clone.eval().to(dtype)
+
+
+def _stored(unit: ReversibleSequence) -> ReversibleSequence:
+    return unit.with_strategy(backprop="store", exact=False, anchor_every=None)
 
 
 def detached_copy(module: nn.Module) -> nn.Module:
@@ -139,27 +146,26 @@ class _Tracker:
     def place(self, kind: str) -> Place:
         return Place(self.unit, self.step, self.depth, self.time, kind)
 
-    def call(self, kind: str, unit: ReversibleSequence, parts: Parts) -> Parts:
-        changed = self.visit(self.place(kind), unit, parts)
-        return parts if changed is None else changed
+    def call(self, kind: str, unit: ReversibleSequence, state: OpenState) -> Any:
+        parts = members(state)
+        changed = self.visit(self.place(kind), unit, parts) or parts
+        return changed if len(changed) == 2 else (None, *changed)
 
     def run(self, sequence: ReversibleSequence, x: Tensor | State, *, return_state: bool = False, **kwargs: Any) -> Any:
         """What ``sequence(x)`` computes, step by step."""
         scheme = sequence.scheme
         self.unit, self.step = self.unit + 1, 0
-        p, q = x if isinstance(x, tuple | list) else scheme.init(x, sequence.split_dim)
-        *first, q = self.call("enter", sequence, (q,) if p is None else (p, q))
-        state: Any = (first[0] if first else None, q)
-        for index, field in enumerate(sequence.fields):
-            state = scheme.step(state, functools.partial(field, **kwargs) if kwargs else field, index)
+        states: Any = sequence.states(x, **kwargs)
+        state = self.call("enter", sequence, next(states))
+        for index in range(len(sequence.fields)):
+            state = states.send(state)
             if (index + 1) % scheme.fields_per_step == 0:
                 self.step, self.depth, self.time = self.step + 1, self.depth + 1, self.time + scheme.h
                 state = self.call("step", sequence, state)
         if return_state:  # the pair goes on, so the pair is what leaves
             state = self.call("leave", sequence, state)
             return scheme.readout(state, sequence.split_dim), state
-        (y,) = self.call("leave", sequence, (scheme.readout(state, sequence.split_dim),))
-        return y
+        return self.call("leave", sequence, (None, scheme.readout(state, sequence.split_dim)))[1]
 
 
 @contextmanager
@@ -188,6 +194,11 @@ def unit_states(model: nn.Module, images: Tensor) -> list[tuple[ReversibleSequen
     with torch.no_grad():
         walk(model, images, visit)
     return found
+
+
+def members(state: OpenState) -> Parts:
+    """The tensors of a state: two, or one before a scheme on one tensor has started."""
+    return (state[1],) if state[0] is None else (state[0], state[1])
 
 
 def flatten_state(unit: ReversibleSequence | None, parts: Parts) -> Tensor:
