@@ -168,7 +168,7 @@ def test_the_best_weights_are_chosen_on_held_out_images(tmp_path):
 
 
 def test_accumulation_gives_the_gradient_of_the_whole_batch(tmp_path, monkeypatch):
-    monkeypatch.setattr("revode.training.job.create_model", without_batch_statistics)
+    monkeypatch.setattr("revode.training.job.build", without_batch_statistics)
     losses = []
     for accumulate in (1, 4):
         train(tiny(accumulate=accumulate, max_steps=6), tmp_path / str(accumulate))

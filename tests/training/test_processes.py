@@ -18,6 +18,7 @@ from revode.training import train
 from revode.training.distributed import ProcessFailed, train_in_processes
 from revode.training.run import load_run, score_run
 
+HERE = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
 
 
@@ -55,7 +56,7 @@ def test_a_full_disk_ends_in_one_sentence_with_the_last_checkpoint_whole(tmp_pat
         "checkpoint.write_atomically = limited\n"
         "sys.exit(main(['train', *FLAGS, '--out', sys.argv[1]]))"
     )
-    environment = {**ENVIRONMENT, "PYTHONPATH": str(Path(__file__).parent)}
+    environment = {**ENVIRONMENT, "PYTHONPATH": HERE}
     words = [sys.executable, "-c", script, str(tmp_path / "run")]
     done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=120)
     assert done.returncode == 2, done.stderr
@@ -68,7 +69,7 @@ def test_a_full_disk_ends_in_one_sentence_with_the_last_checkpoint_whole(tmp_pat
 
 def torchrun(script: Path, folder: Path, *words: str, expect: int = 0) -> str:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    environment = {**ENVIRONMENT, "PYTHONPATH": str(Path(__file__).parent), "GLOO_SOCKET_IFNAME": "lo"}
+    environment = {**ENVIRONMENT, "PYTHONPATH": HERE, "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run([*command, str(folder), *words], capture_output=True, text=True, timeout=240, env=environment)
     assert done.returncode == expect, done.stderr[-3000:]
     return done.stdout
@@ -82,7 +83,7 @@ def losses(folder: Path) -> list[float]:
 
 
 def test_two_processes_train_as_one(tmp_path, monkeypatch):
-    monkeypatch.setattr("revode.training.job.create_model", without_batch_statistics)
+    monkeypatch.setattr("revode.training.job.build", without_batch_statistics)
     settings = {"max_steps": 20, "lr": 0.1, "ema": 0.9, "accumulate": 2}
     train(tiny(**settings), tmp_path / "one")
     out = torchrun(TWO, tmp_path / "two", "max_steps=20", "lr=0.1", "ema=0.9", "accumulate=2")
@@ -96,7 +97,7 @@ def test_two_processes_train_as_one(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_two_processes_stop_together_and_resume(parallel, tmp_path, monkeypatch):
-    monkeypatch.setattr("revode.training.job.create_model", without_batch_statistics)
+    monkeypatch.setattr("revode.training.job.build", without_batch_statistics)
     settings = ["max_steps=12", "lr=0.1", "ema=0.9", f"parallel={parallel}"]
     torchrun(TWO, tmp_path / "whole", *settings)
     torchrun(TWO, tmp_path / "stopped", *settings, "stop_at=7", expect=1)
@@ -161,7 +162,7 @@ def test_a_signal_reaches_all_processes_and_the_run_goes_on(tmp_path):
         "try: train_in_processes(config, Path(sys.argv[1]), 2)\n"
         "except Interrupted as error: print(error); sys.exit(error.exit_code)"
     )
-    environment = {**ENVIRONMENT, "PYTHONPATH": str(Path(__file__).parent)}
+    environment = {**ENVIRONMENT, "PYTHONPATH": HERE}
     folder = tmp_path / "run"
     words = [sys.executable, "-c", script, str(folder)]
     with subprocess.Popen([*words, "100000"], stdout=subprocess.PIPE, text=True, env=environment) as process:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 
 import pytest
+from tiny_runs import command
 
+import revode
 from revode.files import locked
 from revode.training.run import MetricsLog, check_vacant, existing_run, read_metrics, remove_run, vacant_folder
 
@@ -96,3 +99,47 @@ def test_metrics_on_a_full_disk_are_one_sentence(tmp_path):
 def test_a_directory_without_a_run_is_refused(tmp_path):
     with pytest.raises(ValueError, match="holds no training run"):
         existing_run(tmp_path)
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A package that comes with weights of hamiltonian-digits for the digits."""
+    monkeypatch.setattr("revode.networks.files.PRETRAINED", tmp_path)
+    model = revode.create_model("hamiltonian-digits", blocks=(2, 2), channels=(4, 8), norm="batch")
+    revode.save(model, tmp_path / "hamiltonian-digits-digits.safetensors")
+
+
+def test_weights_of_the_package_are_scored_on_test_images(package, capsys):
+    code, out, _ = command(
+        "eval", "hamiltonian-digits", "--pretrained", "digits", "--json", "--threads=1", capsys=capsys
+    )
+    score = json.loads(out)
+    assert code == 0
+    assert (score["run"], score["dataset"], score["split"], score["images"]) == (
+        "hamiltonian-digits",
+        "digits",
+        "test",
+        360,
+    )
+    code, out, _ = command("eval", "hamiltonian-digits", "--pretrained", "digits", "--threads=1", capsys=capsys)
+    assert f"test accuracy {score['accuracy']:.2%}" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["hamiltonian-74", "--pretrained", "cifar10"], "there are: hamiltonian-digits-digits"),
+        (["hamiltonian-digits", "--pretrained", "digits", "--split", "train"], "leave --split out"),
+    ],
+)
+def test_what_the_package_does_not_have_is_one_sentence(words, message, package, capsys):
+    code, _, err = command("eval", *words, capsys=capsys)
+    assert code == 2
+    assert message in err
+
+
+def test_weights_of_the_package_are_analysed_on_their_own_images(package, capsys):
+    words = ["hamiltonian-digits", "--pretrained", "digits", "--json", "--num-images", "2", "--threads=1"]
+    code, out, _ = command("analyze", *words, capsys=capsys)
+    assert code == 0
+    assert json.loads(out)["model"] == "hamiltonian-digits"

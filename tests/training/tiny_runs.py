@@ -12,7 +12,7 @@ from torch import nn
 
 from revode.cli import main
 from revode.fields import TVNorm
-from revode.networks import create_model
+from revode.networks import NetworkConfig, build
 from revode.training import Config, configure
 
 TINY: dict[str, Any] = {
@@ -66,9 +66,9 @@ def assert_same_bits(first: Path, second: Path) -> None:
     assert (first / "metrics.jsonl").read_bytes() == (second / "metrics.jsonl").read_bytes()
 
 
-def without_batch_statistics(name: str, **options: Any) -> nn.Module:
-    """`revode.create_model` with every batch norm replaced by one that looks at single images."""
-    model = create_model(name, **options)
+def without_batch_statistics(config: NetworkConfig) -> nn.Module:
+    """`revode.networks.build` with every batch norm replaced by one that looks at single images."""
+    model = build(config)
     for module in list(model.modules()):
         for child_name, child in module.named_children():
             if isinstance(child, nn.BatchNorm2d):

@@ -30,7 +30,7 @@ def stop_at(step: int) -> None:
 def main(folder: str, *words: str) -> int:
     settings: dict[str, Any] = dict(word.split("=") for word in words)
     stop_at(int(settings.pop("stop_at", 0)))
-    job.create_model = without_batch_statistics
+    job.build = without_batch_statistics
     try:
         train(tiny(**settings), folder, resume="auto")
     except Interrupted as error:

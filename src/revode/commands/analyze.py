@@ -22,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "subject", metavar="MODEL|RUN", help="a named network, a run's directory or a saved .safetensors file"
     )
     parser.add_argument("--against", metavar="MODEL|RUN", help="a second network, measured on the same images")
+    parser.add_argument("--pretrained", metavar="DATASET", help="take the weights of MODEL that come with the package")
     parser.add_argument(
         "--options",
         default="",
@@ -60,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--seed is {args.seed}; expected 0 or more, and less than 2^63")
     check_folder(args.out)
     use_threads(args.threads)
-    first, dataset = _network(args.subject, args.options, args.seed)
+    first, dataset = _network(args.subject, args.options, args.seed, args.pretrained)
     networks = [(args.subject, first)]
     if args.against:
         networks.append((args.against, _network(args.against, "", args.seed)[0]))
@@ -102,7 +103,7 @@ def _label(subject: str, model: Any) -> str:
     return f"{name} ({Path(subject).name})" if Path(subject).exists() else name
 
 
-def _network(subject: str, options: str, seed: int) -> tuple[Any, str | None]:
+def _network(subject: str, options: str, seed: int, pretrained: str | None = None) -> tuple[Any, str | None]:
     """The network, and the data set it was trained on."""
     import torch
 
@@ -110,9 +111,9 @@ def _network(subject: str, options: str, seed: int) -> tuple[Any, str | None]:
     from revode.training.config import LEAVES, convert
 
     path = Path(subject)
-    if path.exists() and options:
+    if path.exists() and (options or pretrained):
         raise ValueError(
-            "--options belongs to a network by name: trained weights keep the options they were trained with"
+            "--options and --pretrained belong to a network by name: a run or a file has its own weights and options"
         )
     if path.is_dir():
         from revode.training.run import load_run
@@ -125,7 +126,7 @@ def _network(subject: str, options: str, seed: int) -> tuple[Any, str | None]:
         raise ValueError(f"there is no run and no file {subject}; give a named network (see `revode models`) or a run")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return revode.create_model(subject, **convert(LEAVES["options"], options)), None
+        return revode.create_model(subject, pretrained=pretrained, **convert(LEAVES["options"], options)), pretrained
 
 
 def _images(name: str, root: str | None, num_images: int, model: Any) -> tuple[Any, Any, str]:

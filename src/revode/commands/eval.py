@@ -1,4 +1,4 @@
-"""``revode eval RUN``: score a training run."""
+"""``revode eval RUN|MODEL``: score a training run, or a network with the weights that come with the package."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ from revode.commands import use_threads
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """RUN, the split, and where to compute."""
-    parser.epilog = "example: revode eval runs/first --split test --json"
-    parser.add_argument("run", metavar="RUN", help="a directory that `revode train` wrote")
+    """RUN or MODEL, the split, and where to compute."""
+    parser.epilog = """example: revode eval runs/first --split test --json
+         revode eval hamiltonian-74 --pretrained cifar10"""
+    parser.add_argument(
+        "run", metavar="RUN|MODEL", help="a directory that `revode train` wrote; with --pretrained, a named network"
+    )
+    parser.add_argument("--pretrained", metavar="DATASET", help="score the weights of MODEL that come with the package")
     parser.add_argument("--split", choices=("test", "validation", "train"), default="test", help="images to score on")
     parser.add_argument(
         "--device", default="auto", metavar="D", help="cpu, cuda, ...; auto takes a GPU if there is one"
@@ -24,10 +28,16 @@ def run(args: argparse.Namespace) -> int:
     """Print accuracy and loss."""
     import json
 
-    from revode.training.run import load_run, score_run
+    from revode.training.run import load_run, pretrained_run, score_run
 
     use_threads(args.threads)
-    found = load_run(args.run, args.device)
+    if args.pretrained and args.split != "test":
+        raise ValueError(
+            f"--split is {args.split}, but weights of the package are scored on test images; leave --split out"
+        )
+    found = (
+        pretrained_run(args.run, args.pretrained, args.device) if args.pretrained else load_run(args.run, args.device)
+    )
     score = score_run(found, args.split, args.data_root)
     classes = (score.confusion.diagonal() / score.confusion.sum(1).clamp(min=1)).tolist()
     if args.json:

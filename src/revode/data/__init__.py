@@ -9,7 +9,7 @@ Order and augmentation are pure functions of (seed, epoch, index): the same for 
 batches, and after a resume in mid-epoch.
 """
 
-from revode.data.batches import augment, batches, draw, evaluation_batches, num_batches, standardise
+from revode.data.batches import augment, batches, draw, evaluation_batches, num_batches, resample, standardise
 from revode.data.catalogue import INFOS, DatasetInfo, data_root, describe
 from revode.data.fetch import SOURCES, DownloadError, check, get
 from revode.data.sets import Dataset, Split, hold_out, load, subset
@@ -32,6 +32,7 @@ __all__ = [
     "hold_out",
     "load",
     "num_batches",
+    "resample",
     "standardise",
     "subset",
 ]

@@ -153,6 +153,11 @@ def standardise(
     return images.to(torch.float32, memory_format=memory_format).mul_(scale).add_(shift)
 
 
+def resample(images: Tensor, edge: int) -> Tensor:
+    """Images of this edge: means over the areas that its pixels cover."""
+    return images if images.shape[-1] == edge else F.adaptive_avg_pool2d(images, edge)
+
+
 def augment(
     images: Tensor,
     indices: Tensor,

@@ -171,6 +171,7 @@ def collect(job: Job, position: Position, plan: dict[str, Any], metrics_offset: 
     processes = job.group.gather({"random": random_states(), "position": asdict(position)})
     return {
         "step": position.step,
+        "level": job.level,
         "config": job.config.to_dict(),
         "model": weights(job.model),
         "momenta": momenta,

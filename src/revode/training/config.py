@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from revode.files import nearest, unknown
+from revode.training.levels import num_epochs, parse_levels
 
 MOST_THREADS = 1024
 """More make the thread pool fail."""
@@ -73,6 +74,8 @@ class OptimizationConfig:
     epochs: int | None = _setting(
         40, "passes over the training images; none leaves the length to max-steps", at_least=1
     )
+    levels: str = _setting("", "networks and image edges on the way, layers@edge:epochs, as 38@16:8,74@32:14")
+    rate_per_level: bool = _setting(False, "a course of the learning rate for each level, instead of one for all")
     max_steps: int | None = _setting(None, "stop after this many updates, if that comes first", at_least=1)
     batch_size: int = _setting(64, "images per update, over all processes", at_least=1)
     accumulate: int = _setting(1, "micro-batches that an update's batch is cut into", at_least=1)
@@ -216,6 +219,12 @@ def _check(values: dict[str, Any]) -> None:
         )
     if values["schedule"] == "step" and not values["milestones"]:
         raise ValueError("schedule is step without milestones; give milestones, as 80,120")
+    levels = parse_levels(values["levels"])
+    if levels and values["epochs"] != num_epochs(levels):
+        raise ValueError(
+            f"epochs is {values['epochs']}, but the levels {values['levels']} have {num_epochs(levels)} in all; "
+            "leave epochs out"
+        )
     if values["nesterov"] and not values["momentum"]:
         raise ValueError("nesterov needs momentum above 0")
 
@@ -453,6 +462,8 @@ def configure(config_file: str | None = None, **settings: Any) -> Config:
         recipe = _usual_recipe(given.get("name"), given.get("dataset"))
     if recipe not in RECIPES:
         raise unknown("recipe", recipe, RECIPES)
+    if given.get("levels"):
+        given.setdefault("epochs", num_epochs(parse_levels(given["levels"])))
     return from_leaves({**RECIPES[recipe], **given, "recipe": recipe})
 
 

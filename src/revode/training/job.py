@@ -1,4 +1,4 @@
-"""Everything a configuration stands for, built: data, network, optimizer, and the average of the weights.
+"""Everything a configuration stands for, built: data, network, optimizer, and the average of the weights; level by level.
 
 The learning rate is a pure function of the step, so that a resumed run needs to remember nothing of it.
 """
@@ -7,24 +7,37 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import update_bn
 
 from revode import data
-from revode.networks import StagedClassifier, create_model
+from revode.networks import NetworkConfig, Resampling, StagedClassifier, build
 from revode.networks.zoo import model_config
 from revode.regularizers import decay_groups
 from revode.training.config import Config, OptimizationConfig
 from revode.training.distributed import Group, parallelize, synchronize_batch_norm
+from revode.training.levels import level_of, networks, parse_levels
+
+_NUM_MEASURED = 16
+"""Batches on which a new level measures the statistics of its batch norms."""
 
 
-def build_model(config: Config, info: data.DatasetInfo) -> StagedClassifier:
-    """The network of `config` for the images of a data set, with fresh weights."""
-    return create_model(config.model.name, **network_options(config, info))
+def build_model(config: Config, info: data.DatasetInfo, level: int = -1) -> StagedClassifier:
+    """The network of `config` for the images of a data set, at its last or an earlier level, with fresh weights."""
+    return build(level_networks(config, info)[level])
+
+
+def level_networks(config: Config, info: data.DatasetInfo) -> list[NetworkConfig]:
+    """The network of every level; just the one that is named, where there are no levels."""
+    network = model_config(config.model.name, **network_options(config, info))
+    levels = parse_levels(config.optimization.levels)
+    return networks(levels, network, info.image_size) if levels else [network]
 
 
 def network_options(config: Config, info: data.DatasetInfo) -> dict[str, Any]:
@@ -63,6 +76,7 @@ class Job:
     Args:
         config: The configuration.
         group: The processes it runs on.
+        level: Which of its levels it starts or goes on with.
 
     Attributes:
         model: The network itself.
@@ -70,30 +84,79 @@ class Job:
         notes: What the user should know, in sentences.
     """
 
-    def __init__(self, config: Config, group: Group) -> None:
-        self.config, self.group = config, group
-        execution, optimization = config.execution, config.optimization
+    def __init__(self, config: Config, group: Group, level: int = 0) -> None:
+        self.config, self.group, self.level = config, group, level
+        execution = config.execution
         # A network that does not exist should not cost a download first.
-        model_config(config.model.name, **network_options(config, data.describe(config.data.dataset)))
+        self.level_networks = level_networks(config, data.describe(config.data.dataset))
         self.dataset = data.load(config.data.dataset, config.record.data_root).to(group.device)
         self.train_split, self.validation_split = choose_images(config, self.dataset)
         self.memory_format = torch.channels_last if execution.channels_last else torch.contiguous_format
         self.steps_per_epoch, self.num_steps = self._count_steps()
+        self.levels = parse_levels(config.optimization.levels)
         self.notes: list[str] = []
+        if self.levels and self.sharded:
+            raise ValueError("levels make new networks on the way, which --parallel fsdp cannot shard anew; use ddp")
 
         torch.manual_seed(execution.seed)
-        self.model: nn.Module = self.fresh_model()
+        model = self.fresh_model()
         # Equal weights everywhere, then noise of its own for each process.
         torch.manual_seed(execution.seed + group.rank)
+        self._train(model)
+        self.scaler = torch.amp.GradScaler(group.device.type, enabled=execution.autocast == "float16")
+
+    def _train(self, model: nn.Module) -> None:
+        """Make `model` the one that is trained."""
+        execution, optimization = self.config.execution, self.config.optimization
+        self.model = model
         if execution.sync_batch_norm:
-            self.model, note = synchronize_batch_norm(self.model, group)
+            self.model, note = synchronize_batch_norm(model, self.group)
             self.notes.append(f"--sync-batch-norm: {note}")
-        self.network = parallelize(self.model, execution, group)
+        self.network = parallelize(self.model, execution, self.group)
         if execution.compile:
             self.network = cast(nn.Module, torch.compile(self.network))
         self.optimizer = make_optimizer(self.model, optimization)
         self.average = AveragedWeights(self.model, optimization.ema) if optimization.ema else None
-        self.scaler = torch.amp.GradScaler(group.device.type, enabled=execution.autocast == "float16")
+
+    def level_at(self, step: int) -> int:
+        """The level of the update from `step` to `step + 1`."""
+        return level_of(self.levels, step // self.steps_per_epoch) if self.levels else 0
+
+    def enter_level(self, level: int, epoch: int) -> None:
+        """Go on at another level: weights, momenta and averages go with it, statistics are measured anew."""
+        self.level = level
+        if self.level_networks[level] != cast(StagedClassifier, self.model).config:
+            self._refine()
+        self._measure_statistics(epoch)
+        with self.averaged():
+            if self.average is not None:
+                self._measure_statistics(epoch)
+
+    def _refine(self) -> None:
+        """Put the network of this level in the place of the one before."""
+        old, optimizer, average = self.model, self.optimizer, self.average
+        device = self.group.device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            self._train(self.fresh_model())
+        resampling = Resampling(cast(StagedClassifier, old), cast(StagedClassifier, self.model))
+        self.model.load_state_dict(resampling.weights(old.state_dict()))
+        own = dict(self.model.named_parameters())
+        momenta = {name: optimizer.state[p].get("momentum_buffer") for name, p in old.named_parameters()}
+        found = resampling.gradients({name: tensor for name, tensor in momenta.items() if tensor is not None})
+        for name in own.keys() & found.keys():
+            self.optimizer.state[own[name]] = {"momentum_buffer": own[name].detach().clone().copy_(found[name])}
+        if self.average is not None and average is not None:
+            self.average.num_updates = average.num_updates
+            for name, tensor in resampling.weights(average.tensors).items():
+                if name in self.average.tensors:
+                    self.average.tensors[name].copy_(tensor)
+
+    def _measure_statistics(self, epoch: int) -> None:
+        """Statistics of batch norms over the first batches of an epoch, the same in all processes."""
+        size, seed = self.config.optimization.batch_size, self.config.execution.seed
+        batches = itertools.islice(data.batches(len(self.train_split), size, seed=seed, epoch=epoch), _NUM_MEASURED)
+        with self.autocast():
+            update_bn((self.images(indices, epoch)[0] for indices in batches), self.model)
 
     def _count_steps(self) -> tuple[int, int]:
         """Updates in an epoch and in all."""
@@ -113,9 +176,9 @@ class Job:
         """Whether the weights are spread over processes."""
         return self.config.execution.parallel == "fsdp" and self.group.world_size > 1
 
-    def fresh_model(self) -> nn.Module:
-        """The network with fresh weights, on its device and in its memory format, not yet wrapped."""
-        model = build_model(self.config, self.dataset).to(self.group.device)
+    def fresh_model(self, level: int | None = None) -> nn.Module:
+        """The network of a level with fresh weights, on its device and in its memory format, not yet wrapped."""
+        model = build(self.level_networks[self.level if level is None else level]).to(self.group.device)
         if self.sharded:
             return model  # FSDP2 shards contiguous parameters only
         return model.to(memory_format=self.memory_format)  # type: ignore[call-overload]
@@ -143,14 +206,19 @@ class Job:
                 yield epoch, indices
             epoch, skip = epoch + 1, 0
 
-    def images(self, indices: Tensor, epoch: int) -> tuple[Tensor, Tensor]:
-        """The images at `indices` as the network sees them in `epoch`, and their labels."""
+    def images(self, indices: Tensor, epoch: int, level: int | None = None) -> tuple[Tensor, Tensor]:
+        """The images at `indices` as the network sees them in `epoch`, at this level or another, and their labels."""
         batch = self.train_split.take(indices)
-        if not self.config.data.augment:
-            return data.standardise(batch.images, self.dataset, memory_format=self.memory_format), batch.labels
         seed, memory_format = self.config.execution.seed, self.memory_format
-        x = data.augment(batch.images, indices, self.dataset, seed=seed, epoch=epoch, memory_format=memory_format)
-        return x, batch.labels
+        if self.config.data.augment:
+            x = data.augment(batch.images, indices, self.dataset, seed=seed, epoch=epoch, memory_format=memory_format)
+        else:
+            x = data.standardise(batch.images, self.dataset, memory_format=memory_format)
+        return data.resample(x, self.image_edge(level)), batch.labels
+
+    def image_edge(self, level: int | None = None) -> int:
+        """The edge of images at this level, or at another."""
+        return self.levels[self.level if level is None else level].edge if self.levels else self.dataset.image_size
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The precision of the forward pass."""
@@ -161,7 +229,12 @@ class Job:
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of the update from `step` to `step + 1`."""
-        return learning_rate(self.config.optimization, step, self.num_steps, self.steps_per_epoch)
+        settings, first, last = self.config.optimization, 0, self.num_steps
+        if settings.rate_per_level and self.levels:
+            level = self.level_at(step)
+            first = self.steps_per_epoch * sum(before.epochs for before in self.levels[:level])
+            last = min(last, first + self.steps_per_epoch * self.levels[level].epochs)
+        return learning_rate(settings, step - first, last - first, self.steps_per_epoch)
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:

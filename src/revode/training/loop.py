@@ -80,7 +80,7 @@ def train(
     source = checkpoint.find_source(config, folder, resume, given, print if leads else lambda text: None)
     with process_group(source.config.execution) as group, Interruption() as interruption:
         folder = _agree_on_folder(source.config, folder, overwrite or source.home == folder, group)
-        job = Job(source.config, group)
+        job = Job(source.config, group, source.state.get("level", 0))
         with _writing(folder, group):
             if source.finished(job.num_steps):
                 if leads:
@@ -139,6 +139,8 @@ class Training:
                 self._save()
                 return
 
+            if job.level_at(position.step) != job.level:
+                self._enter_level()
             epoch, indices = next(batches)
             with self._measuring_memory(), self._staying_in_range():
                 result = self.compute_gradient(indices, epoch)
@@ -199,6 +201,10 @@ class Training:
             self.progress.line(f"training {name} on {dataset}, recipe {config.recipe}, in {self.folder}")
             for line in Plan(**self.plan).lines():
                 self.progress.line(line)
+            if self.job.levels:
+                self.progress.line(
+                    f"  levels       {config.optimization.levels}; the plan is the last one's, so at most"
+                )
         for note in self.job.notes:
             self.progress.line(note)
 
@@ -237,6 +243,26 @@ class Training:
         )
         self.progress.step(position.step, loss / images, correct / images)
 
+    def _enter_level(self) -> None:
+        """Go on with a deeper network or larger images, and record what is left of the accuracy."""
+        job, position = self.job, self.position
+        with self._staying_in_range():
+            job.enter_level(job.level_at(position.step), position.step // job.steps_per_epoch)
+        position.peak_activation_bytes = 0
+        level = job.levels[job.level]
+        found: dict[str, Any] = {"layers": level.layers, "edge": level.edge}
+        text = f"level {job.level + 1}: {level.layers} layers, images of edge {level.edge}"
+        with contextlib.suppress(OutOfRange):  # training goes on, as after an evaluation
+            if job.evaluation_split is not None:
+                name, split = job.evaluation_split
+                with job.averaged():
+                    score = self._score(split, stoppable=False)
+                assert score is not None
+                found |= {"split": name, "loss": score.loss, "accuracy": score.accuracy}
+                text += f"; {name} accuracy {score.accuracy:.2%}"
+        self._write(kind="level", **found)
+        self.progress.line(text)
+
     def _evaluation_due(self) -> bool:
         """Whether an evaluation belongs here: at the end of every few epochs, and at the end of the run."""
         step, every = self.position.step, self.job.config.record.evaluate_every * self.job.steps_per_epoch
@@ -266,7 +292,12 @@ class Training:
         epoch = (position.step - 1) // self.job.steps_per_epoch
         self._write(kind="evaluation", epoch=epoch, split=name, loss=score.loss, accuracy=score.accuracy)
         self.progress.line(f"epoch {epoch + 1:>3}  {name} loss {score.loss:.3f}  accuracy {score.accuracy:6.2%}")
-        if name == "validation" and (position.best_accuracy is None or score.accuracy >= position.best_accuracy):
+        last_level = self.job.level == len(self.job.level_networks) - 1
+        if (
+            name == "validation"
+            and last_level
+            and (position.best_accuracy is None or score.accuracy >= position.best_accuracy)
+        ):
             position.best_accuracy, position.best_step = score.accuracy, position.step
             self._save(BEST)
 
@@ -277,6 +308,7 @@ class Training:
             self.job.dataset,
             self.job.group,
             batch_size=self.job.config.record.evaluation_batch_size,
+            edge=self.job.image_edge(),
             memory_format=self.job.memory_format,
             should_stop=lambda: stoppable and bool(self.interruption.signal_number),
         )
@@ -406,8 +438,8 @@ def _measure_plan(job: Job) -> dict[str, Any]:
     settings, device = job.config.optimization, job.group.device
     size = settings.batch_size // settings.accumulate // job.group.world_size
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        model = job.fresh_model()
-    x, labels = job.images(torch.arange(size), 0)
+        model = job.fresh_model(level=-1)
+    x, labels = job.images(torch.arange(size), 0, level=-1)
     return make_plan(model, x, job.num_steps, settings.accumulate, job.autocast, labels).to_dict()
 
 

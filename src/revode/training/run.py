@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from revode import data
 from revode.data import DatasetInfo, Split
 from revode.files import commit, machine, read_json, read_json_lines, unwritable, versions, write_json
-from revode.networks.files import load, save
+from revode.networks.files import load, load_pretrained, save
 from revode.training.checkpoint import CONFIG, FILES, METRICS, REPORT, RESULT, WEIGHTS, Position, read_newest
 from revode.training.config import Config, from_leaves, read_yaml
 from revode.training.distributed import Group, choose_device
@@ -155,10 +155,11 @@ def evaluate(
     group: Group,
     *,
     batch_size: int,
+    edge: int | None = None,
     memory_format: torch.memory_format = torch.contiguous_format,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Score | None:
-    """Score `model` on every image of `split` once; None if `should_stop` said so on the way.
+    """Score `model` on every image of `split` once, resampled to `edge`; None if `should_stop` said so on the way.
 
     Every process makes the same number of calls, since a sharded network answers only if all ask, and with the same
     statistics, those of rank 0.
@@ -175,7 +176,8 @@ def evaluate(
             if group.largest(int(should_stop())):
                 return None
             batch = split.take(shares[index] if index < len(shares) else torch.zeros(1, dtype=torch.int64))
-            scores = model(data.standardise(batch.images, info, memory_format=memory_format)).float()
+            x = data.standardise(batch.images, info, memory_format=memory_format)
+            scores = model(data.resample(x, edge or info.image_size)).float()
             if index < len(shares):
                 loss += F.cross_entropy(scores, batch.labels, reduction="sum")
                 cells = batch.labels * info.num_classes + scores.argmax(1)
@@ -222,9 +224,16 @@ def load_run(folder: str | Path, device: str = "cpu") -> Run:
     state = checkpoint["model"]
     if checkpoint["average"] is not None:
         state = {**state, **checkpoint["average"]["tensors"]}
-    model = build_model(config, data.describe(config.data.dataset))
+    model = build_model(config, data.describe(config.data.dataset), checkpoint.get("level", -1))
     model.load_state_dict(state)
     return Run(path, config, model.to(where).eval(), f"checkpoint at step {checkpoint['step']}", result)
+
+
+def pretrained_run(name: str, dataset: str, device: str = "cpu") -> Run:
+    """The network `name` with the weights for `dataset` that come with the package, as a run that has no directory."""
+    model = load_pretrained(name, dataset).to(choose_device(device)).eval()
+    config = from_leaves({"name": name, "dataset": dataset})
+    return Run(Path(name), config, model, f"package for {dataset}", {})
 
 
 def score_run(run: Run, split: str = "test", data_root: str | None = None) -> Score:
@@ -291,7 +300,7 @@ def write_weights(job: Job, weights: dict[str, Tensor], path: Path) -> None:
     """Write the network as `revode.load` reads it, from a whole copy: the job's own may be sharded."""
     from safetensors import SafetensorError
 
-    model = build_model(job.config, job.dataset)
+    model = build_model(job.config, job.dataset, job.level)
     model.load_state_dict(weights)
     try:
         save(model, path)
