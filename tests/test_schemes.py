@@ -28,6 +28,11 @@ def variants(name: str) -> list[Scheme]:
 VARIANTS = [scheme for name in SCHEMES for scheme in variants(name)]
 
 
+def width(scheme: Scheme, channels: int) -> int:
+    """Channels that a branch sees when the input has `channels`."""
+    return scheme.init(torch.empty(1, channels))[1].shape[1]
+
+
 def branches(number: int, channels: int) -> list[Callable[[Tensor], Tensor]]:
     weights = torch.randn(number, channels, channels, dtype=torch.float64)
     return [lambda y, K=K: torch.tanh(y @ K) for K in weights]
@@ -43,7 +48,7 @@ def walk(scheme: Scheme, fields: list[Callable[[Tensor], Tensor]], x: Tensor) ->
 @pytest.mark.parametrize("scheme", VARIANTS, ids=repr)
 @given(st.integers(2, 12), st.integers(1, 3), st.integers(1, 3))
 def test_reverse_inverts_step(scheme: Scheme, steps: int, batch: int, half: int) -> None:
-    fields = branches(2 * steps, half if scheme.splits else 2 * half)
+    fields = branches(2 * steps, width(scheme, 2 * half))
     states = [scheme.init(torch.randn(batch, 2 * half, dtype=torch.float64))]
     for index, field in enumerate(fields):
         states.append(scheme.step(states[-1], field, index))
@@ -58,12 +63,13 @@ def reference_steps(scheme: Scheme, fields: list[Callable[[Tensor], Tensor]], x:
     """The formulas of the design page, term by term."""
     d = scheme.damping
     if scheme.splits:
-        y, z = x.chunk(2, dim=1)
+        duplicate = scheme.start == "duplicate"
+        y, z = (x, x) if duplicate else x.chunk(2, dim=1)
         h, sign = (scheme.h, -1.0) if isinstance(scheme, Verlet) else (1.0, 1.0)
         for F, G in zip(fields[::2], fields[1::2], strict=True):
             y = (1 - d) * y + h * F(z)
             z = (1 - d) * z + sign * h * G(y)
-        return torch.cat((y, z), dim=1)
+        return (y + z) / 2 if duplicate else torch.cat((y, z), dim=1)
     F = fields[0]
     h = scheme.h
     if isinstance(scheme, MidPoint):
@@ -94,7 +100,7 @@ def reference_steps(scheme: Scheme, fields: list[Callable[[Tensor], Tensor]], x:
 @pytest.mark.parametrize("steps", [1, 2, 5])
 def test_steps_are_the_formulas_of_the_design(scheme: Scheme, steps: int) -> None:
     x = torch.randn(3, 4, dtype=torch.float64)
-    fields = branches(steps * scheme.fields_per_step, 2 if scheme.splits else 4)
+    fields = branches(steps * scheme.fields_per_step, width(scheme, 4))
     y = scheme.readout(walk(scheme, fields, x))
     torch.testing.assert_close(y, reference_steps(scheme, fields, x), rtol=1e-13, atol=1e-13)
 
@@ -160,10 +166,31 @@ def test_repr_builds_the_scheme_again(scheme: Scheme) -> None:
     assert vars(again) == vars(scheme)
 
 
+@pytest.mark.parametrize("readout", [None, "join", "mean"])
+@pytest.mark.parametrize("start", ["split", "duplicate"])
 @pytest.mark.parametrize("damping", DAMPINGS)
-def test_repr_builds_an_additive_coupling_again(damping: float) -> None:
-    scheme = AdditiveCoupling(damping=damping)
+def test_repr_builds_an_additive_coupling_again(damping: float, start: str, readout: str | None) -> None:
+    scheme = AdditiveCoupling(start=start, readout=readout, damping=damping)
     assert vars(eval(repr(scheme))) == vars(scheme)
+
+
+def test_start_and_readout_of_an_additive_coupling_are_chosen_apart() -> None:
+    x = torch.randn(2, 4)
+    shapes = {}
+    for start in ("split", "duplicate"):
+        for readout in ("join", "mean"):
+            scheme = AdditiveCoupling(start=start, readout=readout)
+            state = scheme.init(x)
+            shapes[start, readout] = scheme.readout(state).shape[1]
+            assert torch.equal(scheme.undo_init(state), x)
+    assert shapes == {
+        ("split", "join"): 4,
+        ("split", "mean"): 2,
+        ("duplicate", "join"): 8,
+        ("duplicate", "mean"): 4,
+    }
+    with pytest.raises(ValueError, match="readout of AdditiveCoupling must be 'join' or 'mean', got 'sum'"):
+        AdditiveCoupling(readout="sum")
 
 
 def test_readout_does_not_alias_the_state() -> None:

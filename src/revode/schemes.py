@@ -79,7 +79,7 @@ class Scheme(abc.ABC):
     """
 
     splits: ClassVar[bool] = False
-    """Whether the pair is the two halves of the input, or two successive states."""
+    """Whether the pair is two parts of the state that take turns (halves of the input, say), or two successive states."""
     fields_per_step: ClassVar[int] = 1
     starts: ClassVar[tuple[str, ...]] = ()
 
@@ -161,11 +161,13 @@ class Scheme(abc.ABC):
         q, q_next = state
         return self.coupling(index).reverse(q, q_next, field(q)), q
 
+    def undo_init(self, state: State, split_dim: int | None = None) -> Tensor:
+        """The input whose parts are this pair."""
+        return torch.cat(state, dim=self.dim_to_halve(state[1].shape, split_dim))
+
     def readout(self, state: State, split_dim: int | None = None) -> Tensor:
         """Leave: the halves joined, or the newest state (a copy, so that changing it harms no one)."""
-        if not self.splits:
-            return state[1].clone()
-        return torch.cat(state, dim=self.dim_to_halve(state[1].shape, split_dim))
+        return self.undo_init(state, split_dim) if self.splits else state[1].clone()
 
     def __repr__(self) -> str:
         parts = [f"h={self.h:g}"]
@@ -192,19 +194,44 @@ class Verlet(Scheme):
 
 
 class AdditiveCoupling(Scheme):
-    """y += F(z); z += G(y): RevNet's and NICE's step (Gomez et al. 2017; Dinh et al. 2014). Fields ``[F1, G1, ...]``."""
+    """y += F(z); z += G(y): RevNet's and NICE's step (Gomez et al. 2017; Dinh et al. 2014). Fields ``[F1, G1, ...]``.
+
+    Args:
+        start: ``"split"``: the pair is the two halves of the input. ``"duplicate"``: it is the input twice, so that branches
+            keep the input's width (Kitaev et al. 2020).
+        readout: ``"join"`` or ``"mean"`` of the final pair; by default what undoes the start.
+        damping: as for every scheme.
+    """
 
     splits = True
     fields_per_step = 2
+    starts = ("split", "duplicate")
+    readouts: ClassVar[dict[str, str]] = {"split": "join", "duplicate": "mean"}
+    """Each start, with the readout that undoes it."""
 
-    def __init__(self, *, damping: float = 0.0) -> None:
-        super().__init__(1.0, damping=damping)
+    def __init__(self, *, start: str | None = None, readout: str | None = None, damping: float = 0.0) -> None:
+        super().__init__(1.0, start=start, damping=damping)
+        self.leaves_by = self.readouts[str(self.start)] if readout is None else readout
+        if self.leaves_by not in self.readouts.values():
+            raise ValueError(f"readout of AdditiveCoupling must be 'join' or 'mean', got {readout!r}")
 
     def coupling(self, index: int) -> Coupling:
         return Coupling(self.carry, 0.0, 1.0)
 
+    def init(self, x: Tensor, split_dim: int | None = None) -> OpenState:
+        return super().init(x, split_dim) if self.start == "split" else (x, x)
+
+    def undo_init(self, state: State, split_dim: int | None = None) -> Tensor:
+        return super().undo_init(state, split_dim) if self.start == "split" else state[1].clone()
+
+    def readout(self, state: State, split_dim: int | None = None) -> Tensor:
+        return super().undo_init(state, split_dim) if self.leaves_by == "join" else torch.lerp(*state, 0.5)
+
     def __repr__(self) -> str:
-        return f"AdditiveCoupling(damping={self.damping:g})" if self.damping else "AdditiveCoupling()"
+        parts = [f"start={self.start!r}"] if self.start != "split" else []
+        parts += [f"readout={self.leaves_by!r}"] if self.leaves_by != self.readouts[str(self.start)] else []
+        parts += [f"damping={self.damping:g}"] if self.damping else []
+        return f"AdditiveCoupling({', '.join(parts)})"
 
 
 class MidPoint(Scheme):

@@ -13,6 +13,7 @@ from revode.schemes import Scheme
 SCHEMES: dict[str, Callable[[], Scheme]] = {
     "verlet": lambda: Verlet(h=0.3),
     "additive": AdditiveCoupling,
+    "additive-duplicate": lambda: AdditiveCoupling(start="duplicate"),
     "midpoint": lambda: MidPoint(h=0.15),
     "midpoint-paper": lambda: MidPoint(h=0.15, start="paper"),
     "leapfrog": lambda: Leapfrog(h=0.4),
@@ -169,4 +170,4 @@ def tanh_layer(features: int) -> nn.Module:
 
 def width(scheme: Scheme, channels: int) -> int:
     """Channels that a branch sees when the input has `channels`."""
-    return channels // 2 if scheme.splits else channels
+    return scheme.init(torch.empty(1, channels))[1].shape[1]

@@ -78,9 +78,14 @@ class Rounding(nn.Module):
         return q.to(torch.float64)
 
 
-class Pair(nn.Module):
+class Three(nn.Module):
     def forward(self, q: Tensor) -> Any:
-        return q, q
+        return q, q, q
+
+
+class NoValue(nn.Module):
+    def forward(self, q: Tensor) -> Any:
+        return None, q
 
 
 class Broadcastable(nn.Module):
@@ -97,7 +102,8 @@ class Broadcastable(nn.Module):
         (Widening(), r"\(Widening\) changes the shape of its state from \(2, 4\) to \(2, 8\)"),
         (Broadcastable(), r"\(Broadcastable\) changes the shape of its state from \(2, 4\) to \(1, 4\)"),
         (Rounding(), r"\(Rounding\) changes the dtype of its state from torch.float32 to torch.float64"),
-        (Pair(), r"\(Pair\) must return a tensor, got tuple"),
+        (Three(), r"\(Three\) must return a tensor, or \(tensor, aux\), got tuple"),
+        (NoValue(), r"\(NoValue\) must return a tensor, or \(tensor, aux\), got NoneType"),
         (tanh_layer(3), r"\(Sequential\) failed on a state of shape \(2, 4\)"),
         (nn.Linear(4, 4).double(), r"\(Linear\) failed on a state of shape \(2, 4\)"),
         (SymmetricField(3, ndim=0), r"\(SymmetricField\).*3 channels.*\(2, 4\)"),

@@ -38,9 +38,29 @@ def sequence(kind: str) -> ReversibleSequence:
     return ReversibleSequence([branch(8) for _ in range(NUM_BLOCKS)], Leapfrog(h=0.1))
 
 
+class InParts(nn.Module):
+    """A sequence in four parts, each called on the pair that the one before returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(sequence("modules").split(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = state = x
+        for part in self.parts:
+            y, state = part(state, return_state=True)
+        return y
+
+
 def network(kind: str) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(3, 8, 3), sequence(kind), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3),
+        InParts() if kind == "parts" else sequence(kind),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(8, 5),
+    )
 
 
 def batches() -> tuple[Tensor, Tensor]:
@@ -114,6 +134,12 @@ def shard_whole(model: nn.Sequential) -> None:
     fully_shard(model)
 
 
+def shard_parts(model: nn.Sequential) -> None:
+    for part in model[1].parts:
+        fully_shard(part)
+    fully_shard(model)
+
+
 def shard_branch(model: nn.Sequential) -> None:
     fully_shard(model[1].fields[3])
     fully_shard(model)
@@ -139,6 +165,8 @@ CASES: dict[str, dict[str, Callable[[], float]]] = {
         "the whole model": lambda: fsdp("tied", 1, shard_whole),
         "two micro-batches": lambda: fsdp("modules", 2, shard_unit),
         "two micro-batches, fields": lambda: fsdp("fields", 2, shard_unit),
+        "parts one by one": lambda: fsdp("parts", 1, shard_parts),
+        "parts, two micro-batches": lambda: fsdp("parts", 2, shard_parts),
         "a single branch": lambda: fsdp("modules", 1, shard_branch),
     },
 }

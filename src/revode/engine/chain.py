@@ -38,6 +38,30 @@ def tensor_leaves(tree: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
+class Template:
+    """A nest of dicts, lists and tuples without its tensors, to be filled with others.
+
+    Args:
+        tree: the nest.
+    """
+
+    def __init__(self, tree: Any) -> None:
+        leaves, self._spec = pytree.tree_flatten(tree)
+        self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        self._leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+    def __len__(self) -> int:
+        """How many tensors it takes."""
+        return len(self._places)
+
+    def fill(self, tensors: Sequence[Tensor]) -> Any:
+        """The nest around these tensors, which come in the order of ``tensor_leaves``."""
+        leaves = list(self._leaves)
+        for place, tensor in zip(self._places, tensors, strict=True):
+            leaves[place] = tensor
+        return pytree.tree_unflatten(leaves, self._spec)
+
+
 class Chain:
     """The branches of one call, their couplings and keyword arguments.
 
@@ -48,6 +72,7 @@ class Chain:
         started: whether the call begins with a pair; if not, the first branch starts the scheme.
         kwargs: keyword arguments; each goes to the branches that take it.
         contents: what was found in these branches before.
+        keeps_aux: whether the aux of branches that return ``(u, aux)`` is wanted.
     """
 
     def __init__(
@@ -58,6 +83,7 @@ class Chain:
         started: bool,
         kwargs: dict[str, Any],
         contents: ContentsOf,
+        keeps_aux: bool = False,
     ) -> None:
         self.branches = list(branches)
         self.couplings = [scheme.coupling(index) for index in range(len(self.branches))]
@@ -68,6 +94,7 @@ class Chain:
         self.traced = torch.compiler.is_compiling()
         self.streams: Any = None if self.traced else Streams()
         self.range_flags = None if grid is None else RangeFlags(grid)
+        self.keeps_aux = keeps_aux
         self._contents = contents
         self._looked_up: dict[int, Contents] = {}
         if kwargs and not self.traced:
@@ -129,8 +156,8 @@ class Chain:
 
     def evaluate(
         self, index: int, q: Tensor, kwargs: dict[str, Any], call: Call, autocast: Autocast, *, once: bool = True
-    ) -> Tensor:
-        """u = F(q) of the branch at `index` through `call`, in the state's shape, dtype and strides.
+    ) -> tuple[Tensor, Any]:
+        """u = F(q) of the branch at `index` through `call`, in the state's shape, dtype and strides; and its aux, if any.
 
         Args:
             index: the branch.
@@ -179,9 +206,10 @@ class Chain:
             kind = BranchTypeError if isinstance(error, TypeError) else BranchError
             raise kind(text) from error
 
-    def _conform(self, index: int, q: Tensor, u: Any, autocast: Autocast) -> Tensor:
+    def _conform(self, index: int, q: Tensor, u: Any, autocast: Autocast) -> tuple[Tensor, Any]:
+        u, aux = u if isinstance(u, tuple) and len(u) == 2 else (u, None)
         if not isinstance(u, Tensor):
-            raise ValueError(f"{self.name(index)} must return a tensor, got {type(u).__name__}")
+            raise ValueError(f"{self.name(index)} must return a tensor, or (tensor, aux), got {type(u).__name__}")
         if u.shape != q.shape:
             raise ValueError(
                 f"{self.name(index)} changes the shape of its state from {tuple(q.shape)} to {tuple(u.shape)}: "
@@ -194,7 +222,7 @@ class Chain:
                     "a residual branch must keep it, except under autocast"
                 )
             u = u.to(q.dtype)
-        return with_strides(u, q.stride())
+        return with_strides(u, q.stride()), aux
 
     def advance(self, index: int, p: Tensor | None, q: Tensor, u: Tensor, *, over_u: bool = False) -> Tensor:
         """The next state, in the strides of this one, and inside the grid's range; written over u if nobody else needs it."""

@@ -7,6 +7,7 @@ The gradient of one coupling needs one evaluation of its branch, shared by the i
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from revode.engine import arrival
 from revode.engine.accounting import graph_nodes
-from revode.engine.chain import BranchError, Chain, unsuitable
+from revode.engine.chain import BranchError, Chain, Template, tensor_leaves, unsuitable
 from revode.engine.contents import hooks_hear_every_module
 from revode.engine.grid import with_strides
 from revode.engine.replay import Autocast, Replay, call_traced, version_of
@@ -49,10 +50,10 @@ class ReversibleSegment:
         self.start = start
         self.stop = stop
         self.warned = warned
-        leaves, self.spec = pytree.tree_flatten(chain.kwargs)
-        self.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        self.leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self.arguments: list[Tensor] = [leaves[i] for i in self.places]
+        self.template = Template(chain.kwargs)
+        self.arguments = tensor_leaves(chain.kwargs)
+        self.aux: dict[int, Template] = {}
+        """What branches returned beside their value in forward, without the tensors."""
         self.differentiable = [i for i, argument in enumerate(self.arguments) if argument.requires_grad]
         self.parameters = {index: chain.parameters(index) for index in range(start, stop)}
         self.trained: dict[int, list[str]] = {}
@@ -75,9 +76,14 @@ class ReversibleSegment:
                     self.inputs.append(tensor)
                 self.slots[index].append(slot_of[key])
 
-    def run(self, p: Tensor | None, q: Tensor) -> State:
-        """The pair at the end."""
+    def run(self, p: Tensor | None, q: Tensor) -> tuple[State, list[Any]]:
+        """The pair at the end, and the aux of each branch if that is wanted."""
         arguments = [argument.detach() for argument in self.arguments]
+        if self.chain.traced and self.chain.keeps_aux:
+            raise ValueError(
+                "return_aux=True cannot be compiled as part of a reversible sequence: compile the branches themselves "
+                "(torch.compile(branch)), or build it with backprop='store'"
+            )
         if not self.chain.traced:
             if torch._C._are_functorch_transforms_active():
                 raise RuntimeError(
@@ -89,16 +95,20 @@ class ReversibleSegment:
                 if reason is not None:
                     raise BranchError(f"{self.chain.name(index)} {reason}")
             arguments = [argument.clone() if argument.is_inference() else argument for argument in arguments]
-        return _ReversibleFunction.apply(self, p, q, *arguments, *self.inputs)  # type: ignore[return-value]
+        outputs: Any = _ReversibleFunction.apply(self, p, q, *arguments, *self.inputs)
+        aux = [template.fill(self.aux_of(index, outputs)) for index, template in self.aux.items()]
+        return (outputs[0], outputs[1]), aux
 
     def kwargs(self, arguments: Sequence[Tensor]) -> dict[str, Any]:
         """The keyword arguments, rebuilt around these tensors."""
-        if not self.leaves:
-            return {}
-        leaves = list(self.leaves)
-        for place, argument in zip(self.places, arguments, strict=True):
-            leaves[place] = argument
-        return pytree.tree_unflatten(leaves, self.spec)
+        return self.template.fill(arguments) if self.chain.kwargs else {}
+
+    def aux_of(self, index: int, outputs: Sequence[Any]) -> Sequence[Any]:
+        """Those of the Function's outputs (or of their gradients) that are tensors of this branch's aux."""
+        if not self.aux:
+            return ()
+        start = 2 + sum(len(self.aux[i]) for i in range(self.start, index))
+        return outputs[start : start + len(self.aux[index])]
 
     def versions(self) -> list[int | None]:
         """How often each parameter has been modified in place."""
@@ -135,7 +145,7 @@ class _ReversibleFunction(torch.autograd.Function):
     """Walk a segment forward keeping nothing, and back evaluating each branch once."""
 
     @staticmethod
-    def forward(ctx: Any, segment: ReversibleSegment, p: Tensor | None, q: Tensor, *tensors: Tensor) -> State:
+    def forward(ctx: Any, segment: ReversibleSegment, p: Tensor | None, q: Tensor, *tensors: Tensor) -> Any:
         ctx.set_materialize_grads(False)
         return _walk_forward(ctx, segment, p, q, *tensors)
 
@@ -147,7 +157,9 @@ class _ReversibleFunction(torch.autograd.Function):
         return eagerly(_walk_back)(ctx, *grad_outputs)
 
 
-def _walk_forward(ctx: Any, segment: ReversibleSegment, p: Tensor | None, q: Tensor, *tensors: Tensor) -> State:
+def _walk_forward(
+    ctx: Any, segment: ReversibleSegment, p: Tensor | None, q: Tensor, *tensors: Tensor
+) -> tuple[Tensor, ...]:
     chain = segment.chain
     arguments = tensors[: len(segment.arguments)]
     kwargs = segment.kwargs(arguments)
@@ -157,12 +169,17 @@ def _walk_forward(ctx: Any, segment: ReversibleSegment, p: Tensor | None, q: Ten
     inverts = segment.stop - segment.start > 1
     fingerprints: list[Tensor] = []
     known = {}
+    aux_outputs: list[Tensor] = []
     for index in range(segment.start, segment.stop):
         field = known[index] = chain.known_field(index, q)
+        aux = None
         if field is None:
-            u = chain.evaluate(index, q, kwargs, _first(chain, replay, index), replay.autocast, once=False)
+            u, aux = chain.evaluate(index, q, kwargs, _first(chain, replay, index), replay.autocast, once=False)
         else:
             u = chain.value(index, q, field, replay.autocast)
+        if chain.keeps_aux:
+            segment.aux[index] = Template(aux)
+            aux_outputs += [tensor.clone() for tensor in tensor_leaves(aux)]  # never a view of a state or an input
         if verifies and index == segment.start and (inverts or field is None):
             fingerprints.append(arrival.fingerprint(q, exactly))
             if field is None:
@@ -174,8 +191,10 @@ def _walk_forward(ctx: Any, segment: ReversibleSegment, p: Tensor | None, q: Ten
     # Compiled, there are no versions to look at; autograd looks at those of what it saves itself.
     inputs = tensors[len(arguments) :] if chain.traced else ()
     ctx.save_for_backward(p, q if inverts else None, *fingerprints, *arguments, *inputs)
+    if aux_outputs:
+        ctx.mark_non_differentiable(*(t for t in aux_outputs if not (t.is_floating_point() or t.is_complex())))
     assert p is not None
-    return p, q
+    return p, q, *aux_outputs
 
 
 def _walk_back(ctx: Any, *grad_outputs: Any) -> Any:
@@ -193,7 +212,7 @@ def _walk_back(ctx: Any, *grad_outputs: Any) -> Any:
     if not (chain.traced or _graph_is_retained()):
         ctx.segment = ctx.replay = ctx.known = None  # as autograd lets go of what it saved
     arguments, inputs = saved[: len(segment.arguments)], saved[len(segment.arguments) :]
-    gp, gq = grad_outputs
+    gp, gq = grad_outputs[:2]
     grads = _Gradients(segment.inputs, chain.traced)
     u: Tensor | None = None
     known: KnownField | None = None
@@ -201,21 +220,23 @@ def _walk_back(ctx: Any, *grad_outputs: Any) -> Any:
         q_next, q = q, p
         known = None if gq is None else _still_known(fields[index], segment.parameters[index])
         needs_value = index > segment.start
+        g_aux = segment.aux_of(index, grad_outputs)
         u = None
         products: Sequence[Tensor | None] = []
         scale = 1.0
         if known is not None and gq is not None:
             u, products, scale = _differentiate(segment, replay, index, known, q, gq, needs_value)
-        elif needs_value or gq is not None:
-            u, products = _differentiate_by_autograd(segment, replay, index, q, arguments, inputs, gq)
+        elif needs_value or gq is not None or any(g is not None for g in g_aux):
+            u, products = _differentiate_by_autograd(segment, replay, index, q, arguments, inputs, gq, g_aux)
         if needs_value:
             p = chain.retreat(index, q, q_next, u, over_u=known is not None)
         coupling = chain.couplings[index]
         gp, gq = gq, gp
         if gp is not None:
             gq = _plus(gq, gp, coupling.keep) if coupling.keep else gq
-            gq = _plus(gq, products[0], scale, over_b=known is not None)
             gp = gp * coupling.carry if coupling.carry != 1.0 else gp
+        if products:
+            gq = _plus(gq, products[0], scale, over_b=known is not None)
             for slot, grad in zip(segment.slots[index], products[1:], strict=True):
                 grads.add(slot, grad, scale)
     if fingerprints:
@@ -352,14 +373,15 @@ def _differentiate_by_autograd(
     arguments: Sequence[Tensor],
     inputs: Sequence[Tensor],
     gq: Tensor | None,
+    g_aux: Sequence[Tensor | None],
 ) -> tuple[Tensor, Sequence[Tensor | None]]:
     """The same for any branch, and by arguments, through a graph of its own, whose leaves are q, parameters and arguments.
 
-    `inputs` are the segment's as they were saved, if they were.
+    `inputs` are the segment's as they were saved, if they were; `g_aux` are the gradients of the branch's aux, if any.
     """
     chain = segment.chain
     gain = chain.couplings[index].gain
-    wanted = gq is not None
+    wanted = gq is not None or any(g is not None for g in g_aux)
     tracked = wanted or chain.grid is not None  # on the grid, bits must be those of a call that tracks gradients
     leaf = q.detach().requires_grad_(tracked)
     own, lent = _leaves(segment, index, inputs, wanted)
@@ -369,15 +391,17 @@ def _differentiate_by_autograd(
     with torch.set_grad_enabled(tracked):
         inside = _alias(leaf)  # as in an ordinary forward, the branch's input is not a leaf
         again = _again(chain, replay, index, lent)
-        u = chain.evaluate(index, inside, segment.kwargs(arguments), again, replay.autocast)
+        u, aux = chain.evaluate(index, inside, segment.kwargs(arguments), again, replay.autocast)
     wrt = [leaf, *own, *(arguments[i] for i in segment.differentiable)]
-    if gq is None or not u.requires_grad:
+    gu = None if gq is None else with_strides(gq if gain == 1.0 else gq * gain, q.stride())
+    pairs = [(u, gu), *zip(tensor_leaves(aux), g_aux, strict=True)] if g_aux else [(u, gu)]
+    outputs = [(tensor, g) for tensor, g in pairs if g is not None and tensor.requires_grad]
+    if not outputs:
         return u.detach(), [None] * len(wrt)
     if not chain.traced:
-        _look_at_graph(chain, index, u, wrt)
-    gu = with_strides(gq if gain == 1.0 else gq * gain, q.stride())
+        _look_at_graph(chain, index, [tensor for tensor, _ in outputs], wrt)
     try:
-        return u.detach(), torch.autograd.grad(u, wrt, gu, allow_unused=True)
+        return u.detach(), torch.autograd.grad([t for t, _ in outputs], wrt, [g for _, g in outputs], allow_unused=True)
     except RuntimeError as error:
         if "use_reentrant" in str(error) or "Checkpointing is not compatible" in str(error):
             raise BranchError(
@@ -413,13 +437,13 @@ def _leaves(
         return [leaves[name] for name in trained], {name: _alias(leaf) for name, leaf in leaves.items()}
 
 
-def _look_at_graph(chain: Chain, index: int, u: Tensor, leaves: Sequence[Tensor]) -> None:
-    """Raise if u depends on a tensor that requires grad and that we do not know: its gradient would be lost.
+def _look_at_graph(chain: Chain, index: int, outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
+    """Raise if an output depends on a tensor that requires grad and that we do not know: its gradient would be lost.
 
     Warn once of a branch that contains its own skip connection.
     """
     ours = {id(leaf) for leaf in leaves}
-    for node in graph_nodes(u):
+    for node in itertools.chain.from_iterable(map(graph_nodes, outputs)):
         variable = getattr(node, "variable", None)
         if variable is not None and id(variable) not in ours:
             raise BranchError(
@@ -428,7 +452,7 @@ def _look_at_graph(chain: Chain, index: int, u: Tensor, leaves: Sequence[Tensor]
             )
     contents = chain.contents(index)
     if contents.has_skip is None:
-        contents.has_skip = _adds_its_input(u, leaves[0])
+        contents.has_skip = _adds_its_input(outputs[0], leaves[0])
         if contents.has_skip:
             warnings.warn(
                 f"{chain.name(index)} adds its own input, as a residual block does, and the scheme adds it once more: leave "

@@ -7,6 +7,7 @@ keep their input and never invert), ``store`` is one stored segment, and anchors
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from collections.abc import Iterator, Sequence
@@ -49,7 +50,7 @@ class ReversibleSequence(nn.Module):
             inputs of three dimensions, where (batch, channels, length) and (batch, time, width) look alike.
         verify: whether the walk back checks that it ends where forward began, and raises `ReversalError` if not.
 
-    A branch is given without its skip connection: the scheme adds it.
+    A branch is given without its skip connection: the scheme adds it. It may return ``(u, aux)``, see ``forward``.
     """
 
     def __init__(
@@ -87,25 +88,51 @@ class ReversibleSequence(nn.Module):
             changes: ``backprop``, ``exact``, ``anchor_every``, ``memory_budget``, ``split_dim`` or ``verify``. A budget goes
                 with ``backprop="reversible"`` only, and is dropped with it.
         """
+        return self._twin(list(self.fields), **changes)
+
+    def split(self, k: int) -> list[ReversibleSequence]:
+        """k sequences of successive branches, with the same parameters: each goes on from the pair of the one before.
+
+        ``y, state = part(state, return_state=True)``, with x in place of the first state, gives the y of the whole. Each part
+        keeps its own final pair, and finishes its gradients by itself, so that FSDP2 can shard parts one by one.
+
+        Args:
+            k: how many; the steps are shared out as evenly as they can be, and so is a memory budget.
+        """
+        width = self.scheme.fields_per_step
+        num_steps = len(self.fields) // width
+        if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= num_steps:
+            raise ValueError(
+                f"k must be a number of parts from 1 to {num_steps}, the steps of this sequence, got {k!r}"
+            )
+        ends = [width * (num_steps * part // k) for part in range(k + 1)]
+        budget = None if self.memory_budget is None else max(1, self.memory_budget // k)
+        fields = list(self.fields)
+        return [self._twin(fields[start:stop], memory_budget=budget) for start, stop in itertools.pairwise(ends)]
+
+    def _twin(self, fields: list[nn.Module], **changes: Any) -> ReversibleSequence:
         options = {name: getattr(self, name) for name in STRATEGY_OPTIONS}
         if changes.get("backprop", "reversible") != "reversible":
             options["memory_budget"] = None
-        twin = ReversibleSequence(list(self.fields), self.scheme, **(options | changes))
+        twin = ReversibleSequence(fields, self.scheme, **(options | changes))
         twin.training = self.training
         return twin
 
-    def forward(self, x: Tensor | State, *, return_state: bool = False, **kwargs: Any) -> Any:
-        """The readout of the final pair, and the pair itself if asked.
+    def forward(self, x: Tensor | State, *, return_state: bool = False, return_aux: bool = False, **kwargs: Any) -> Any:
+        """The readout of the final pair; the pair itself, and what branches returned beside their value, if asked.
 
         Args:
             x: the input; or a pair from another sequence of the same scheme, to go on from it.
             return_state: whether to return ``(y, state)``; ``inverse(state)`` gives x back.
+            return_aux: whether to return ``(y, aux)``, or ``(y, state, aux)``. The list has the aux (a tensor, or a nest of
+                tensors, with gradients) of each branch that returned ``(u, aux)``, and None for the others.
             kwargs: each is passed to the branches whose ``forward`` takes it.
         """
         p, q = self._enter(x)
-        state = self._run(p, q, kwargs)
+        state, aux = self._run(p, q, kwargs, return_aux)
         y = self.scheme.readout(state, self.split_dim)
-        return (y, state) if return_state else y
+        extras = [state] * return_state + [aux] * return_aux
+        return (y, *extras) if extras else y
 
     def states(self, x: Tensor | State, **kwargs: Any) -> Iterator[OpenState]:
         """The pairs over depth: at entry, and after each branch; ordinary autograd follows if gradients are enabled.
@@ -123,7 +150,7 @@ class ReversibleSequence(nn.Module):
         state = (yield state) or state
         for index in range(len(self.fields)):
             p, q = state
-            u = chain.evaluate(index, q, kwargs, self._stored_call(chain, index, autocast), autocast)
+            u, _ = chain.evaluate(index, q, kwargs, self._stored_call(chain, index, autocast), autocast)
             state = q, chain.advance(index, p, q, self._stored(u))
             chain.close()
             state = (yield state) or state
@@ -146,7 +173,7 @@ class ReversibleSequence(nn.Module):
         autocast = Autocast(q.device.type)
         yield q, q_next
         for index in reversed(range(0 if started else 1, len(self.fields))):
-            u = chain.evaluate(index, q, kwargs, self._inverting_call(chain, index), autocast)
+            u, _ = chain.evaluate(index, q, kwargs, self._inverting_call(chain, index), autocast)
             q, q_next = chain.retreat(index, q, q_next, u), q
             yield q, q_next
         if not started:
@@ -166,11 +193,11 @@ class ReversibleSequence(nn.Module):
         *_, (p, q) = self.states_back(self._check_pair(state), started=self.scheme.splits or return_state, **kwargs)
         if p is None or return_state:
             return q if p is None else (p, q)
-        return self.scheme.readout((p, q), self.split_dim)
+        return self.scheme.undo_init((p, q), self.split_dim)
 
-    def _chain(self, p: Tensor | None, q: Tensor, kwargs: dict[str, Any]) -> Chain:
+    def _chain(self, p: Tensor | None, q: Tensor, kwargs: dict[str, Any], keeps_aux: bool = False) -> Chain:
         """A call that starts from this pair."""
-        chain = Chain(list(self.fields), self.scheme, self.grid, p is not None, kwargs, self._contents)
+        chain = Chain(list(self.fields), self.scheme, self.grid, p is not None, kwargs, self._contents, keeps_aux)
         for state in (p, q):
             if chain.range_flags is not None and state is not None:
                 chain.range_flags.note(state, "at entry")
@@ -211,33 +238,36 @@ class ReversibleSequence(nn.Module):
         return p, q
 
     @whole_or_eager
-    def _run(self, p: Tensor | None, q: Tensor, kwargs: dict[str, Any]) -> State:
+    def _run(self, p: Tensor | None, q: Tensor, kwargs: dict[str, Any], keeps_aux: bool) -> tuple[State, list[Any]]:
         """Walk all couplings: as part of a graph that is being traced, or eagerly."""
         if torch.compiler.is_compiling():
             allow_tracing()
-            return self._walk(self._chain(p, q, kwargs), p, q)
+            return self._walk(self._chain(p, q, kwargs, keeps_aux), p, q)
         walk = (
             eagerly(ReversibleSequence._walk_eagerly) if compilation_is_possible() else ReversibleSequence._walk_eagerly
         )
-        return walk(self, p, q, kwargs)
+        return walk(self, p, q, kwargs, keeps_aux)
 
-    def _walk_eagerly(self, p: Tensor | None, q: Tensor, kwargs: dict[str, Any]) -> State:
+    def _walk_eagerly(
+        self, p: Tensor | None, q: Tensor, kwargs: dict[str, Any], keeps_aux: bool
+    ) -> tuple[State, list[Any]]:
         arrival.check_arrived()
-        chain = self._chain(p, q, kwargs)
+        chain = self._chain(p, q, kwargs, keeps_aux)
         try:
             return self._walk(chain, p, q)
         finally:  # a state out of range explains what a branch then makes of it
             chain.close()
 
-    def _walk(self, chain: Chain, p: Tensor | None, q: Tensor) -> State:
-        """Walk all couplings, cut into segments as the strategy says."""
+    def _walk(self, chain: Chain, p: Tensor | None, q: Tensor) -> tuple[State, list[Any]]:
+        """Walk all couplings, cut into segments as the strategy says; the final pair and the aux of the branches."""
         total = len(self.fields)
+        aux: list[Any] = []
         needs_graph = torch.is_grad_enabled() and self._requires_grad(p, q, chain.kwargs)
         exported = torch.compiler.is_exporting() or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
         if not needs_graph or self.backprop == "store" or exported:
-            num_stored, (p, q) = self._store(chain, p, q, total)
+            num_stored, (p, q) = self._store(chain, p, q, total, aux)
         elif self.memory_budget is not None:
-            num_stored, (p, q) = self._store_within_budget(chain, p, q, self.memory_budget)
+            num_stored, (p, q) = self._store_within_budget(chain, p, q, self.memory_budget, aux)
         else:
             num_stored = 0
         length = self.segment_length()
@@ -247,23 +277,31 @@ class ReversibleSequence(nn.Module):
         warned = self._warned if self.verify else None
         for start in range(num_stored, total, length):
             stop = min(start + length, total)
-            p, q = ReversibleSegment(chain, start, stop, separate or num_stored > 0, warned).run(p, q)
+            segment = ReversibleSegment(chain, start, stop, separate or num_stored > 0, warned)
+            (p, q), found = segment.run(p, q)
+            aux += found
         assert p is not None
-        return p, q
+        return (p, q), aux
 
     def _warned(self) -> bool:
         """Whether this sequence has warned of drift before; from now on it has."""
         before, self._has_warned = self._has_warned, True
         return before
 
-    def _store(self, chain: Chain, p: Tensor | None, q: Tensor, stop: int) -> tuple[int, OpenState]:
-        """The couplings before `stop` as ordinary autograd sees them."""
+    def _store(self, chain: Chain, p: Tensor | None, q: Tensor, stop: int, aux: list[Any]) -> tuple[int, OpenState]:
+        """The couplings before `stop` as ordinary autograd sees them; what branches return beside their value goes to `aux`."""
         autocast = Autocast(q.device.type)
         for index in range(stop):
-            call = self._stored_call(chain, index, autocast)
-            u = self._stored(chain.evaluate(index, q, chain.kwargs, call, autocast))
+            u = self._evaluate_stored(chain, index, q, autocast, aux)
             p, q = q, chain.advance(index, p, q, u)
         return stop, (p, q)
+
+    def _evaluate_stored(self, chain: Chain, index: int, q: Tensor, autocast: Autocast, aux: list[Any]) -> Tensor:
+        call = self._stored_call(chain, index, autocast)
+        u, found = chain.evaluate(index, q, chain.kwargs, call, autocast)
+        if chain.keeps_aux:
+            aux.append(found)
+        return self._stored(u)
 
     def _stored_call(self, chain: Chain, index: int, autocast: Autocast) -> Call:
         branch = chain.branches[index]
@@ -281,7 +319,9 @@ class ReversibleSequence(nn.Module):
         """u as part of a stored segment: on the grid, gradients must be the engine's to the bit."""
         return u if self.grid is None or not u.requires_grad else gradient_in_strides(u)
 
-    def _store_within_budget(self, chain: Chain, p: Tensor | None, q: Tensor, budget: int) -> tuple[int, OpenState]:
+    def _store_within_budget(
+        self, chain: Chain, p: Tensor | None, q: Tensor, budget: int, aux: list[Any]
+    ) -> tuple[int, OpenState]:
         """Store couplings from the first on while they fit beside the final pair; measured once for each kind of call."""
         autocast = Autocast(q.device.type)
         arguments = tensor_leaves(chain.kwargs)
@@ -293,7 +333,7 @@ class ReversibleSequence(nn.Module):
             tuple(parameter.requires_grad for parameter in self.parameters()),
         )
         if kind in self._num_stored:
-            return self._store(chain, p, q, self._num_stored[kind])
+            return self._store(chain, p, q, self._num_stored[kind], aux)
         if torch.compiler.is_compiling():
             raise ValueError(
                 "memory_budget is kept by measuring the branches as they run, which torch.compile cannot do: "
@@ -302,8 +342,7 @@ class ReversibleSequence(nn.Module):
         total, state = len(chain.branches), q.numel() * q.element_size()
         used = largest = index = 0
         while index < total and (index == 0 or used + largest + self._kept_states(total - index - 1) * state <= budget):
-            call = self._stored_call(chain, index, autocast)
-            u = self._stored(chain.evaluate(index, q, chain.kwargs, call, autocast))
+            u = self._evaluate_stored(chain, index, q, autocast, aux)
             cost = graph_bytes(u, [q, *arguments], self.parameters())
             used, largest = used + cost, max(largest, cost)
             p, q = q, chain.advance(index, p, q, u)
