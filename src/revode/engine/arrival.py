@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 WIDTH = 32
 """Numbers in a fingerprint."""
@@ -54,7 +55,7 @@ def fingerprint(x: Tensor, exactly: bool) -> Tensor:
     """
     traced = torch.compiler.is_compiling()
     signs = _signs if traced else _signs_again
-    x = x.detach()
+    x = own_part(x.detach())
     flat = x.reshape(-1) if traced else x.as_strided((x.numel(),), (1,))
     if exactly:
         flat = flat.double()
@@ -68,6 +69,11 @@ def fingerprint(x: Tensor, exactly: bool) -> Tensor:
             if rest.numel():
                 flat = torch.cat((flat[: rest.numel()] + rest, flat[rest.numel() :]))
     return flat.clone()  # never a view of x
+
+
+def own_part(x: Tensor) -> Tensor:
+    """The part of a distributed tensor that this process holds; any other tensor as it is."""
+    return x.to_local() if hasattr(x, "to_local") else x  # type: ignore[attr-defined]
 
 
 def distance(now: Tensor, then: Tensor, floor: Tensor | None = None) -> Tensor:
@@ -117,6 +123,13 @@ def judge(distances: list[float], dtype: torch.dtype, exactly: bool, where: str,
             DriftWarning,
             stacklevel=2,
         )
+
+
+def can_be_judged(x: Tensor) -> bool:
+    """Whether x has numbers to look at: not on the meta device, fake, or inside a transform of ``torch.func``."""
+    if torch.compiler.is_compiling():
+        return True
+    return not (x.is_meta or isinstance(x, FakeTensor) or torch._C._are_functorch_transforms_active())
 
 
 _pending: deque[tuple[Tensor, Any, Callable[[list[float]], None]]] = deque()

@@ -113,6 +113,11 @@ class Chain:
                 raise BranchError(f"{self.name(index)} cannot be recomputed: {error}") from error
         return found
 
+    def warns_of_skips(self) -> bool:
+        """Whether nobody has been warned of a skip connection inside a branch of this sequence; from now on somebody was."""
+        before, self._contents.warned_of_skip = self._contents.warned_of_skip, True
+        return not before
+
     @functools.cached_property
     def shared_parameters(self) -> set[int]:
         """Identities of the parameters that several branches use."""

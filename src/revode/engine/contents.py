@@ -180,6 +180,8 @@ def _keywords_of(branch: nn.Module) -> frozenset[str] | None:
 class ContentsOf(dict[int, Contents]):
     """Contents by the index of a branch; a copy of a sequence begins with none."""
 
+    warned_of_skip = False
+
     def look_up(self, index: int, branch: nn.Module) -> Contents:
         contents = self.get(index)
         if contents is None or contents.modules[0] is not branch or not contents.is_current():

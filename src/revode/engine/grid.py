@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from revode.engine.arrival import post
+from revode.engine.arrival import can_be_judged, own_part, post
 
 DEFAULT_BITS = 14
 _MANTISSA_BITS = {torch.float32: 24, torch.float64: 53}
@@ -28,10 +28,15 @@ class _RoundToGrid(torch.autograd.Function):
     Multiplying by 2^k is exact, so that a 2^k makes one factor without changing a bit.
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gain: float, scale: float) -> Tensor:
-        ctx.gain = gain
+    def forward(x: Tensor, gain: float, scale: float) -> Tensor:
         return torch.mul(x, gain * scale).round_().mul_(1.0 / scale)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.gain = inputs[1]
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
@@ -42,10 +47,15 @@ class _RoundToGrid(torch.autograd.Function):
 class _GradientInStrides(torch.autograd.Function):
     """x, whose gradient is laid out as x is."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.strides = x.stride()
+    def forward(x: Tensor) -> Tensor:
         return torch.ops.aten.alias(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.strides = inputs[0].stride()
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
@@ -123,9 +133,9 @@ class RangeFlags:
     def note(self, state: Tensor, where: str) -> None:
         """Remember how large `state` is, which stands at this place."""
         self._limit = self.grid.limit(state.dtype)
-        if state.numel() == 0 or state.is_meta or torch.compiler.is_exporting():
+        if state.numel() == 0 or torch.compiler.is_exporting() or not can_be_judged(state):
             return
-        magnitude = torch.linalg.vector_norm(state.detach(), float("inf"))
+        magnitude = torch.linalg.vector_norm(own_part(state.detach()), float("inf"))
         if torch.compiler.is_compiling():
             text = f"revode: exact state out of range {self._limit:g} or NaN {where}"
             torch.ops.aten._assert_async.msg(magnitude < self._limit, text)

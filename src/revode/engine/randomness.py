@@ -102,7 +102,7 @@ _OPAQUE = (
     torch.dtype,
     torch.device,
 )
-_DEPTH = 4
+_DEPTH = 6
 
 
 def _reachable(values: Iterable[Any]) -> Iterator[Any]:
@@ -185,6 +185,9 @@ Draws = list[tuple[Stream, Any]]
 class Streams:
     """The streams along one walk: each is read once, and again behind a branch that may have moved it."""
 
+    _walking: Any = None
+    """The walk that ran last."""
+
     def __init__(self) -> None:
         self._last: dict[Hashable, Any] = {}
         self.of_torch = functools.cache(torch_streams)
@@ -192,6 +195,9 @@ class Streams:
 
     def before(self, streams: list[Stream]) -> None:
         """A branch that may draw from `streams` is about to run."""
+        if Streams._walking is not self:  # another walk, perhaps in another thread, has run in between
+            Streams._walking = self
+            self._last.clear()
         for stream in streams:
             if stream.key not in self._last:
                 self._last[stream.key] = stream.read()

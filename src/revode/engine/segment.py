@@ -122,7 +122,7 @@ class ReversibleSegment:
                 "(an optimizer step?): its gradient would be that of another network; call backward first"
             )
 
-    def verify(self, then: Sequence[Tensor], now: Sequence[Tensor], dtype: torch.dtype, grads: list[Tensor]) -> None:
+    def verify(self, then: Sequence[Tensor], now: Sequence[Tensor], dtype: torch.dtype) -> None:
         """Compare what the walk back arrived at with what forward had seen: the first state, and perhaps its branch's value."""
         exactly = self.chain.grid is not None
         floors = (None, then[0])
@@ -130,9 +130,6 @@ class ReversibleSegment:
         if self.chain.traced:
             bound = arrival.largest_distance(dtype, exactly)
             text = "revode: the walk back missed the state that forward had seen"
-            # Without a tie to the gradients, the compiler would put this check, and all that it needs, into the forward graph.
-            for grad in grads:
-                distances = distances + 0.0 * grad.reshape(-1)[0]
             torch.ops.aten._assert_async.msg(~(distances > bound).any(), text)
             return
         where = f"branches {self.start} to {self.stop - 1}"
@@ -165,7 +162,7 @@ def _walk_forward(
     kwargs = segment.kwargs(arguments)
     replay = _Traced(q.device.type) if chain.traced else Replay(q.device, chain.grid is not None, chain.streams)
     exactly = chain.grid is not None
-    verifies = segment.warned is not None and not q.is_meta and q.numel() > 0
+    verifies = segment.warned is not None and q.numel() > 0 and arrival.can_be_judged(q)
     inverts = segment.stop - segment.start > 1
     fingerprints: list[Tensor] = []
     known = {}
@@ -240,11 +237,13 @@ def _walk_back(ctx: Any, *grad_outputs: Any) -> Any:
             for slot, grad in zip(segment.slots[index], products[1:], strict=True):
                 grads.add(slot, grad, scale)
     if fingerprints:
-        exactly = chain.grid is not None
-        now = [arrival.fingerprint(q, exactly)]
-        if len(fingerprints) > 1 and u is not None and known is None:
-            now.append(arrival.fingerprint(u, exactly))
-        segment.verify(fingerprints, now, q.dtype, [g for g in grad_outputs if g is not None])
+        arrived = [q, u] if len(fingerprints) > 1 and u is not None and known is None else [q]
+        if chain.traced:
+            # Without a tie to the gradients, the compiler would put the check, and all that it needs, into the forward graph.
+            tie = sum(0.0 * grad.reshape(-1)[0] for grad in grad_outputs if grad is not None)
+            arrived = [tensor + tie for tensor in arrived]
+        now = [arrival.fingerprint(tensor, chain.grid is not None) for tensor in arrived]
+        segment.verify(fingerprints, now, q.dtype)
     num_arguments = len(segment.arguments)
     return None, gp if ctx.needs_input_grad[1] else None, gq, *[None] * num_arguments, *grads.sums
 
@@ -453,7 +452,7 @@ def _look_at_graph(chain: Chain, index: int, outputs: Sequence[Tensor], leaves: 
     contents = chain.contents(index)
     if contents.has_skip is None:
         contents.has_skip = _adds_its_input(outputs[0], leaves[0])
-        if contents.has_skip:
+        if contents.has_skip and chain.warns_of_skips():
             warnings.warn(
                 f"{chain.name(index)} adds its own input, as a residual block does, and the scheme adds it once more: leave "
                 "out the skip connection, or use revode.convert",

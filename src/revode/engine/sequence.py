@@ -210,17 +210,15 @@ class ReversibleSequence(nn.Module):
         else:
             self._check_input(x)
             p, q = self.scheme.init(x, self.split_dim)
-        q = self._enter_tensor(q, torch.empty_like(q, device="meta").stride())
-        return None if p is None else self._enter_tensor(p, q.stride()), q
+        q = self._enter_tensor(q)
+        return None if p is None else with_strides(self._enter_tensor(p), q.stride()), q
 
-    def _enter_tensor(self, x: Tensor, strides: tuple[int, ...]) -> Tensor:
+    def _enter_tensor(self, x: Tensor) -> Tensor:
         if not x.is_floating_point():
             raise ValueError(f"a state must be a floating-point tensor, got dtype {x.dtype}")
         if x.dtype in (torch.float16, torch.bfloat16) and Autocast(x.device.type).enabled:
             x = x.float()
-        if self.grid is not None:
-            return with_strides(self.grid.round(x), strides)
-        return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
+        return x.clone() if self.grid is None else self.grid.round(x)
 
     def _check_input(self, x: Any) -> None:
         if not isinstance(x, Tensor):
