@@ -185,18 +185,19 @@ Draws = list[tuple[Stream, Any]]
 class Streams:
     """The streams along one walk: each is read once, and again behind a branch that may have moved it."""
 
-    _walking: Any = None
+    _walking: object = None
     """The walk that ran last."""
 
     def __init__(self) -> None:
+        self._walk = object()
         self._last: dict[Hashable, Any] = {}
         self.of_torch = functools.cache(torch_streams)
         self.of_all = functools.cache(global_streams)
 
     def before(self, streams: list[Stream]) -> None:
         """A branch that may draw from `streams` is about to run."""
-        if Streams._walking is not self:  # another walk, perhaps in another thread, has run in between
-            Streams._walking = self
+        if Streams._walking is not self._walk:  # another walk, perhaps in another thread, has run in between
+            Streams._walking = self._walk
             self._last.clear()
         for stream in streams:
             if stream.key not in self._last:
