@@ -144,3 +144,47 @@ def test_a_batch_of_100_takes_milliseconds() -> None:
         return time.perf_counter() - start
 
     assert min(seconds() for _ in range(10)) < 0.024
+
+
+def test_alternating_flips_show_every_image_both_ways_in_two_epochs() -> None:
+    info, indices = dataclasses.replace(describe("cifar10"), pad=0), torch.arange(400)
+    images = random_images(info, 400)
+    plain = standardise(images, info)
+    first, second, third = (augment(images, indices, info, seed=1, epoch=e, flips="alternating") for e in range(3))
+    mirrored = (first == plain.flip(-1)).flatten(1).all(1)
+    assert 150 < int(mirrored.sum()) < 250
+    assert torch.equal(torch.where(mirrored[:, None, None, None], plain, plain.flip(-1)), second)
+    assert torch.equal(first, third)
+
+
+def test_images_that_must_not_be_mirrored_never_are() -> None:
+    info, indices = dataclasses.replace(describe("digits"), pad=0), torch.arange(50)
+    images = random_images(info, 50)
+    assert not info.flip
+    assert torch.equal(augment(images, indices, info, seed=1, epoch=0, flips="alternating"), standardise(images, info))
+
+
+def test_cutout_blanks_one_square_an_image_at_another_place_in_every_epoch() -> None:
+    info, indices = dataclasses.replace(describe("cifar10"), pad=0), torch.arange(500)
+    images = random_images(info, 500)
+    places = []
+    for epoch in (0, 1):
+        whole = augment(images, indices, info, seed=1, epoch=epoch)
+        found = augment(images, indices, info, seed=1, epoch=epoch, cutout=8)
+        blank = (found != whole).any(1)
+        assert torch.equal(found[~blank[:, None].expand_as(found)], whole[~blank[:, None].expand_as(found)])
+        assert not found[blank[:, None].expand_as(found)].any()
+        assert int(blank.flatten(1).sum(1).max()) <= 64
+        rows, columns = blank.any(2).sum(1), blank.any(1).sum(1)
+        assert int(rows.max()) == int(columns.max()) == 8
+        places.append(blank)
+    assert not torch.equal(*places)
+    assert (
+        places[0][:, 8:24, 8:24].float().mean(0).min() > 0.02
+    )  # 64 of 1,024 places blank a pixel that is not at the border
+
+
+def test_an_unknown_way_to_flip_is_refused() -> None:
+    info = describe("cifar10")
+    with pytest.raises(ValueError, match="'random' or 'alternating'"):
+        augment(random_images(info, 2), torch.arange(2), info, seed=0, epoch=0, flips="never")

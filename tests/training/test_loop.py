@@ -183,6 +183,7 @@ def test_accumulation_gives_the_gradient_of_the_whole_batch(tmp_path, monkeypatc
         {"backprop": "store"},
         {"exact": 14, "channels_last": False},
         {"schedule": "cosine", "warmup_steps": 3, "augment": False, "smoothness": 0.0},
+        {"flips": "alternating", "cutout": 2},
         {"model": "resnet-8", "options": {"blocks": [1, 1], "channels": [4, 8]}},
     ],
     ids=str,

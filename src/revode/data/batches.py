@@ -29,7 +29,7 @@ _ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 _LAST_SHIFT = 31
 _MASK = (1 << 64) - 1
 
-ORDER, AUGMENTATION, SELECTION = range(3)
+ORDER, AUGMENTATION, SELECTION, FLIPS, CUTOUT = range(5)
 """Separate streams, so that one seed serves all purposes without their draws being correlated."""
 
 
@@ -165,6 +165,8 @@ def augment(
     *,
     seed: int,
     epoch: int,
+    flips: str = "random",
+    cutout: int = 0,
     memory_format: torch.memory_format = torch.contiguous_format,
 ) -> Tensor:
     """A random crop of each zero-padded, standardised image, mirrored with probability 1/2 where `info` allows it.
@@ -178,6 +180,8 @@ def augment(
         info: Statistics, border width and whether to flip; a `Dataset` is one.
         seed: Seed of the run.
         epoch: Which epoch, from 0.
+        flips: ``"random"``, or ``"alternating"``: in every second epoch, half of the images in the first (Jordan 2024).
+        cutout: Edge of a square at a random place that becomes the average colour (DeVries & Taylor 2017); 0 is none.
         memory_format: Of the result.
 
     Returns:
@@ -187,9 +191,34 @@ def augment(
         raise ValueError(
             f"got {len(images)} images and indices of shape {tuple(indices.shape)}; expected one per image"
         )
-    rows, columns, mirrored = draw(indices.to(images.device), info, seed=seed, epoch=epoch)
+    if flips not in ("random", "alternating"):
+        raise ValueError(f"flips is {flips!r}; expected 'random' or 'alternating'")
+    indices = indices.to(images.device)
+    rows, columns, mirrored = draw(indices, info, seed=seed, epoch=epoch)
+    if flips == "alternating":
+        mirrored = alternate(indices, epoch, seed=seed) & info.flip
     padded = F.pad(standardise(images, info), (info.pad,) * 4)
-    return _crop(padded, info.image_size, rows, columns, mirrored).contiguous(memory_format=memory_format)
+    windows = _crop(padded, info.image_size, rows, columns, mirrored)
+    if cutout:
+        windows.masked_fill_(squares(indices, info.image_size, cutout, seed=seed, epoch=epoch), 0.0)
+    return windows.contiguous(memory_format=memory_format)
+
+
+def alternate(indices: Tensor, epoch: int, *, seed: int) -> Tensor:
+    """For every index, whether its image is mirrored in this epoch: in every second one, from the first or the second on."""
+    return ((random_bits(stream_key(seed, FLIPS), indices) + epoch) & 1).bool()
+
+
+def squares(indices: Tensor, size: int, edge: int, *, seed: int, epoch: int) -> Tensor:
+    """A mask (N, 1, size, size) with one square of this edge an image; centres are uniform, so some squares are cut off."""
+    bits = random_bits(stream_key(seed, CUTOUT, epoch), indices)
+    mask, offsets = (1 << _FIELD_BITS) - 1, torch.arange(size, device=indices.device)
+    inside = []
+    for draws in (bits & mask, (bits >> _FIELD_BITS) & mask):
+        first = (draws % size)[:, None] - edge // 2
+        inside.append((offsets >= first) & (offsets < first + edge))
+    rows, columns = inside
+    return (rows[:, :, None] & columns[:, None, :])[:, None]
 
 
 def draw(indices: Tensor, info: DatasetInfo, *, seed: int, epoch: int) -> tuple[Tensor, Tensor, Tensor]:

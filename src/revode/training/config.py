@@ -65,6 +65,8 @@ class DataConfig:
         0.0, "share of the training images held out to choose best.ckpt; 0: the last weights", at_least=0, below=1
     )
     augment: bool = _setting(True, "random crops, and flips where they keep the meaning")
+    flips: Literal["random", "alternating"] = _setting("random", "mirror by chance, or in every second epoch")
+    cutout: int = _setting(0, "edge of the square that is blanked in every augmented image; 0 is none", at_least=0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -208,12 +208,20 @@ class Job:
 
     def images(self, indices: Tensor, epoch: int, level: int | None = None) -> tuple[Tensor, Tensor]:
         """The images at `indices` as the network sees them in `epoch`, at this level or another, and their labels."""
-        batch = self.train_split.take(indices)
-        seed, memory_format = self.config.execution.seed, self.memory_format
-        if self.config.data.augment:
-            x = data.augment(batch.images, indices, self.dataset, seed=seed, epoch=epoch, memory_format=memory_format)
+        batch, settings = self.train_split.take(indices), self.config.data
+        if settings.augment:
+            x = data.augment(
+                batch.images,
+                indices,
+                self.dataset,
+                seed=self.config.execution.seed,
+                epoch=epoch,
+                flips=settings.flips,
+                cutout=settings.cutout,
+                memory_format=self.memory_format,
+            )
         else:
-            x = data.standardise(batch.images, self.dataset, memory_format=memory_format)
+            x = data.standardise(batch.images, self.dataset, memory_format=self.memory_format)
         return data.resample(x, self.image_edge(level)), batch.labels
 
     def image_edge(self, level: int | None = None) -> int:
