@@ -17,6 +17,7 @@ IN_TABLE = {
     "table-1": "| hamiltonian-74 | biases | 692 | 0.43 | ",
     "table-2": "85.50 %",
     "fig-cifar-subset": "paper's claim",
+    "small-data": "up to +13",
     "fig-stl-subset": "3.4 points",
     "depth-1202": "93.84 %",
     "memory": "10 GB",
@@ -74,7 +75,7 @@ def test_every_budget_lists_different_tasks(item, budget):
 
 
 def test_cpu_numbers_are_always_called_what_they_are():
-    for item in ("table-1", "table-2", "fig-cifar-subset", "fig-stl-subset", "depth-1202", "quick-74"):
+    for item in ("table-1", "table-2", "fig-cifar-subset", "small-data", "fig-stl-subset", "depth-1202", "quick-74"):
         note = find_item(item).budget_note(Scope("cpu"))
         assert note.startswith("CPU budget: ")
         assert "not the paper's schedule" in note
@@ -100,6 +101,15 @@ def test_small_data_budget_is_what_the_issue_asks():
     assert len(pairs) == len(tasks) // 2  # both networks train alike
     smallest = find_item("fig-cifar-subset").tasks(Scope("paper"))[-1]
     assert smallest.num_images == smallest.batch_size == 25
+
+
+def test_small_data_compares_both_networks_with_both_norms_at_one_budget():
+    tasks = find_item("small-data").tasks(Scope("cpu"))
+    assert {(task.model, task.norm) for task in tasks} == {
+        (model, norm) for model in subsets.CIFAR_NETWORKS for norm in ("batch norm", "biases")
+    }
+    assert {(task.num_images, task.num_steps, task.batch_size) for task in tasks} == {(2_000, 3_000, 50)}
+    assert {task.seed for task in tasks} == {0, 1, 2}
 
 
 def test_stl_without_test_labels_holds_out_1000_and_keeps_the_papers_shares():

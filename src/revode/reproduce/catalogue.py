@@ -14,6 +14,7 @@ ITEMS = {
     "table-1": ("accuracy", "all networks on CIFAR-10 and CIFAR-100"),
     "table-2": ("accuracy", "96x96 networks on STL-10"),
     "fig-cifar-subset": ("subsets", "Hamiltonian against ResNet on a few per cent of CIFAR-10"),
+    "small-data": ("small_data", "4 per cent of CIFAR-10: both networks, batch norm and biases"),
     "fig-stl-subset": ("subsets", "Hamiltonian against ResNet on parts of STL-10"),
     "depth-1202": ("depth", "1,202 layers: loss, memory, gradients over depth"),
     "memory": ("memory", "memory over depth under every gradient strategy"),

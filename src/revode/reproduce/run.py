@@ -221,7 +221,7 @@ def _origin_lines(origin: dict[str, Any]) -> list[str]:
     }
     if origin["autocast"] != "none":
         facts["precision"] = (
-            f"trainings with convolutions in {origin['autocast']} and states in float32; those of reversible networks, but "
-            "for damped ones, lie on the grid of `exact`, so that reversing adds no error to the gradient"
+            f"trainings with convolutions in {origin['autocast']} and states in float32; where a gradient is computed by "
+            "reversing, but for damped networks, states lie on the grid of `exact`, so that reversing adds no error to it"
         )
     return ["## How it was made", "\n".join(f"- {name}: {fact}" for name, fact in facts.items())]
