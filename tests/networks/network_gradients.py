@@ -10,7 +10,7 @@ import revode
 
 def images(model: nn.Module, batch: int = 2, size: int = 8, dtype: torch.dtype = torch.float64) -> Tensor:
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(batch, model.config.in_channels, size, size, generator=generator, dtype=dtype)
+    return torch.randn(batch, *model.config.image_shape(size), generator=generator, dtype=dtype)
 
 
 def twin(model: nn.Module, **options: object) -> nn.Module:
@@ -23,9 +23,10 @@ def twin(model: nn.Module, **options: object) -> nn.Module:
 
 def gradients(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     """Loss and gradients of one training step, by name."""
-    labels = torch.arange(len(x)) % model.config.num_classes
     x = x.clone().requires_grad_()
-    loss = nn.functional.cross_entropy(model(x), labels)
+    scores = model(x)
+    labels = (torch.arange(scores[:, 0].numel()) % model.config.num_classes).view(scores[:, 0].shape)
+    loss = nn.functional.cross_entropy(scores, labels)
     loss.backward()
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
     return {"loss": loss.detach(), "image": x.grad} | found

@@ -60,6 +60,18 @@ def test_bill_as_json_adds_up(capsys):
     assert bill["image_shape"] == [3, 16, 16]
 
 
+def test_a_volume_that_would_not_fit_is_billed_at_once(capsys):
+    assert main(["models", "unet-3d", "--image-size", "1600,1920,1600", "--json"]) == 0
+    bill = json.loads(capsys.readouterr().out)
+    assert (bill["image_shape"], bill["batch_size"]) == ([1, 1600, 1920, 1600], 1)
+    kept = bill["activation_bytes"]
+    assert kept["store"] > 6e12 > kept["checkpoint"] > 3e12 > 1e12 > kept["reversible"]
+    assert main(["models", "unet-3d", "--image-size", "160,192,160"]) == 0
+    text = capsys.readouterr().out
+    assert all(len(line) <= 88 for line in text.splitlines())
+    assert "unit 3         4  64x40x48x40       221,696    67.9    19.7 MB" in text
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -67,6 +79,9 @@ def test_bill_as_json_adds_up(capsys):
         (["models", "--batch-size", "3"], "give its NAME"),
         (["models", "hamiltonian-26", "--batch-size", "0"], "batch_size must be a positive integer"),
         (["models", "hamiltonian-26", "--image-size", "2"], "takes images"),
+        (["models", "unet-3d", "--image-size", "160,192"], "one edge or 3 of them, got (160, 192)"),
+        (["train", "unet-2d"], "unet-2d scores every point"),
+        (["analyze", "unet-2d"], "unet-2d scores every point"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(argv, message, capsys):

@@ -64,7 +64,7 @@ def test_every_network_runs_forward_and_backward(name):
     model = revode.create_model(name)
     found = gradients(model, images(model, dtype=torch.float32))
     assert all(gradient is not None and gradient.isfinite().all() for gradient in found.values())
-    assert model(images(model, dtype=torch.float32)).shape == (2, model.config.num_classes)
+    assert model(images(model, dtype=torch.float32)).shape[:2] == (2, model.config.num_classes)
 
 
 @pytest.mark.parametrize("name", REVERSIBLE)

@@ -67,6 +67,8 @@ def run(args: argparse.Namespace) -> int:
         networks.append((args.against, _network(args.against, "", args.seed)[0]))
     for _, model in networks:
         reversible_units(model)  # refuses a network without any, before the other one is measured
+        if model.config.scores_points:
+            raise ValueError(f"analyze takes classifiers of images, and {model.config.name} scores every point")
     name = args.dataset or dataset or "digits"
     results = []
     source = ""

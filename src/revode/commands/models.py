@@ -9,17 +9,32 @@ from typing import Any
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The name, and how to print."""
-    parser.epilog = "example: revode models\n         revode models hamiltonian-74 --batch-size 100"
+    parser.epilog = (
+        "example: revode models\n         revode models hamiltonian-74 --batch-size 100\n"
+        "         revode models unet-3d --image-size 160,192,160"
+    )
     parser.add_argument(
         "name", nargs="?", metavar="NAME", help="a network: show its stages, FLOPs and activation bytes"
     )
     parser.add_argument(
-        "--batch-size", type=int, metavar="N", help="images in a step, for the bytes of NAME; default 100"
+        "--batch-size", type=int, metavar="N", help="images in a step, for the bytes of NAME; default 100, of a U-Net 1"
     )
     parser.add_argument(
-        "--image-size", type=int, metavar="N", help="edge of the images; default as the network is named"
+        "--image-size",
+        type=_edges,
+        metavar="N[,N,...]",
+        help="edge of the images, or an edge for each dimension; default as the network is named",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def _edges(text: str) -> int | tuple[int, ...]:
+    """One number, or several."""
+    try:
+        edges = tuple(int(edge) for edge in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected edges such as 32 or 160,192,160, got {text!r}") from None
+    return edges[0] if len(edges) == 1 else edges
 
 
 def run(args: argparse.Namespace) -> int:
@@ -30,8 +45,7 @@ def run(args: argparse.Namespace) -> int:
         return _print_list(args.json)
     from revode.networks.description import describe
 
-    batch_size = 100 if args.batch_size is None else args.batch_size
-    description = describe(args.name, image_size=args.image_size, batch_size=batch_size).to_dict()
+    description = describe(args.name, image_size=args.image_size, batch_size=args.batch_size).to_dict()
     print(json.dumps(description, indent=2) if args.json else "\n".join(_bill(description)))
     return 0
 
@@ -63,23 +77,25 @@ def _print_list(as_json: bool) -> int:
 
 
 def _bill(description: dict[str, Any]) -> list[str]:
-    """The table of one network, in 80 columns."""
+    """The table of one network, in 80 columns; that of volumes is a little wider."""
     strategies = list(description["activation_bytes"])
-    line = "{:<10}{:>6}  {:<11}{:>10}{:>8}" + "{:>11}" * len(strategies)
-    rows = [line.format("stage", "blocks", "output", "parameters", "MFLOPs", *strategies)]
+    prefix, unit = ("G", 1e9) if description["flops_per_image"] >= 1e11 else ("M", 1e6)
+    width = max([10, *(len(_times(part["shape"])) for part in description["stages"])]) + 1
+    line = "{:<10}{:>6}  {:<" + str(width) + "}{:>10}{:>8}" + "{:>11}" * len(strategies)
+    rows = [line.format("stage", "blocks", "output", "parameters", f"{prefix}FLOPs", *strategies)]
     total = description | {"name": "total", "blocks": 0, "shape": []}
     for part in [*description["stages"], total]:
         rows.append(
             line.format(
                 part["name"],
                 part["blocks"] or "",
-                "x".join(map(str, part["shape"])),
+                _times(part["shape"]),
                 f"{part['params']:,}",
-                f"{part['flops_per_image'] / 1e6:,.1f}",
+                f"{part['flops_per_image'] / unit:,.1f}",
                 *(_bytes(part["activation_bytes"][strategy]) for strategy in strategies),
             ).rstrip()
         )
-    size = "x".join(map(str, description["image_shape"]))
+    size = _times(description["image_shape"])
     settings = _settings(description["config"])
     return [
         f"{description['name']}: {description['layers']} layers, images of {size}",
@@ -91,7 +107,7 @@ def _bill(description: dict[str, Any]) -> list[str]:
 
 
 def _settings(config: dict[str, Any]) -> str:
-    names = ("h", "horizon", "init", "activation", "norm", "transition")
+    names = ("scheme", "h", "horizon", "init", "activation", "norm", "transition")
     return ", ".join(f"{name}={config[name]}" for name in names if config.get(name) is not None)
 
 
@@ -101,6 +117,10 @@ def _bytes(number: int) -> str:
             return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
         number /= 1000  # type: ignore[assignment]
     return f"{number:.2f} GB"
+
+
+def _times(values: list[int]) -> str:
+    return "x".join(map(str, values))
 
 
 def _dashes(values: list[int]) -> str:

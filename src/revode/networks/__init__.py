@@ -1,16 +1,16 @@
-"""Named networks: a staged classifier on the engine, a registry, and the zoo of the paper's tables.
+"""Named networks: a staged classifier on the engine, a U-Net, a registry, and the zoo of the paper's tables.
 
     net = revode.create_model("hamiltonian-74", num_classes=10)
 
 What other rooms may rely on:
 
-- ``net.config``: a frozen dataclass (`OdeConfig`, `RevNetConfig`, `ResNetConfig`) with ``to_dict``, ``from_dict``,
-  ``with_options``; ``build(config)`` makes the network again.
+- ``net.config``: a frozen dataclass (`OdeConfig`, `RevNetConfig`, `ResNetConfig`, `UNetConfig`) with ``to_dict``,
+  ``from_dict``, ``with_options``; ``build(config)`` makes the network again.
 - ``net.num_layers``, as the paper counts.
 - ``net.sequences()``: the `ReversibleSequence` of every unit with its ``name`` and ``num_blocks``; none for a ResNet.
 - ``net.units()``: the branches (``fields``, ``fields_per_block``) and step size ``h`` of every unit as the paper counts them.
 - ``net.stem``, ``net.stages`` (each with ``body`` and ``transition``), ``net.head``; ``net.features(x)`` is what the head sees.
-- ``net.inverse(features)``, of networks with ``transition="squeeze"``.
+- ``net.inverse(features)``, of networks with ``transition="squeeze"`` and of U-Nets.
 - ``refine(net, name)``, ``coarsen(net, name)``: the network at another depth; ``Resampling`` maps momenta and averages too.
 - ``describe(net)``: shapes, parameters, FLOPs and bytes kept for backward, stage by stage.
 """
@@ -34,6 +34,8 @@ from revode.networks.refinement import Resampling as Resampling
 from revode.networks.refinement import coarsen as coarsen
 from revode.networks.refinement import config_at_depth as config_at_depth
 from revode.networks.refinement import refine as refine
+from revode.networks.unet import UNet as UNet
+from revode.networks.unet import UNetConfig as UNetConfig
 from revode.networks.zoo import create_model as create_model
 from revode.networks.zoo import list_models as list_models
 from revode.networks.zoo import model_config as model_config

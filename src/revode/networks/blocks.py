@@ -15,10 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from revode.engine.grid import Grid
 from revode.fields import make_activation, make_norm
+from revode.operators import CONVOLUTIONS
 from revode.schemes import State
 
-Features = Tensor | State
+Features = Tensor | tuple[Tensor, ...]
+"""What passes from part to part: a tensor; or a pair, behind which a U-Net carries what it has set aside."""
 
 _CONVOLUTIONS: dict[int, Any] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 _POOLS: dict[int, Any] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
@@ -67,6 +70,40 @@ def unsqueeze(x: Tensor) -> Tensor:
     split = x.reshape(x.shape[0], -1, *[2] * ndim, *x.shape[2:])
     order = (0, 1, *(place for i in range(ndim) for place in (2 + ndim + i, 2 + i)))
     return split.permute(order).reshape(x.shape[0], -1, *(2 * edge for edge in x.shape[2:]))
+
+
+def haar(x: Tensor, grid: Grid | None = None) -> Tensor:
+    """The Haar transform: sums and differences of two neighbours in each dimension become channels.
+
+    It is orthonormal; with a grid it is its integer lifting form, means and differences that stay on the grid, which `unhaar`
+    undoes bit for bit. It saves nothing for backward.
+    """
+    ndim = x.dim() - 2
+    y = squeeze(x).unflatten(1, (-1, *[2] * ndim))
+    for dim in range(2, 2 + ndim):
+        a, b = y.unbind(dim)
+        if grid is None:
+            pair = (a + b) * math.sqrt(0.5), (b - a) * math.sqrt(0.5)
+        else:
+            difference = b - a
+            pair = a + grid.round(difference, 0.5), difference
+        y = torch.stack(pair, dim)
+    return y.flatten(1, 1 + ndim)
+
+
+def unhaar(x: Tensor, grid: Grid | None = None) -> Tensor:
+    """Undoes `haar`."""
+    ndim = x.dim() - 2
+    y = x.unflatten(1, (-1, *[2] * ndim))
+    for dim in reversed(range(2, 2 + ndim)):
+        s, d = y.unbind(dim)
+        if grid is None:
+            pair = (s - d) * math.sqrt(0.5), (s + d) * math.sqrt(0.5)
+        else:
+            a = s - grid.round(d, 0.5)
+            pair = a, d + a
+        y = torch.stack(pair, dim)
+    return unsqueeze(y.flatten(1, 1 + ndim))
 
 
 class ConvStem(nn.Module):
@@ -128,6 +165,27 @@ class NormHead(LinearHead):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(F.relu(self.norm(x)))
+
+
+class PointHead(nn.Module):
+    """Scores at every point: a convolution with kernel 1 on both members of a pair, drawn as `LinearHead` is.
+
+    The members are not joined, so that nothing is kept but the pair, which its unit keeps anyway.
+    """
+
+    def __init__(self, channels: int, num_classes: int, ndim: int = 2) -> None:
+        super().__init__()
+        self.ndim = ndim
+        bound = math.sqrt(3.0 / channels)
+        self.weight = nn.Parameter(torch.empty(num_classes, channels, *[1] * ndim).uniform_(-bound, bound))
+        self.bias = nn.Parameter(torch.zeros(num_classes))
+
+    def forward(self, x: State) -> Tensor:
+        convolve, (first, second) = CONVOLUTIONS[self.ndim], self.weight.chunk(2, dim=1)
+        return convolve(x[0], first, self.bias) + convolve(x[1], second)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[1]}, {self.weight.shape[0]}, ndim={self.ndim}"
 
 
 class PoolPad(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import singledispatch
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -11,7 +12,7 @@ from revode.engine import ReversibleSequence
 from revode.networks import blocks
 from revode.networks.blocks import Features, join
 from revode.networks.config import NetworkConfig, OdeConfig, ReversibleConfig
-from revode.networks.cost import measure_parts, share
+from revode.networks.cost import PartCost, measure_parts, share
 from revode.networks.initialization import smooth_in_time_
 from revode.schemes import Scheme, State
 
@@ -111,6 +112,10 @@ class StagedClassifier(nn.Module):
                 f"of at least {smallest}, got {tuple(x.shape)}"
             )
 
+    def measure(self, image_shape: tuple[int, ...]) -> list[PartCost]:
+        """What stem, units, transitions and head cost for images of this shape."""
+        return measure_parts(self, image_shape)
+
     def _share_budget(self, x: Tensor, budget: int) -> None:
         """Give each sequence its part of the memory budget for a batch like x; measured once for each kind of call."""
         autocast = torch.is_autocast_enabled(x.device.type), torch.get_autocast_dtype(x.device.type)
@@ -121,7 +126,7 @@ class StagedClassifier(nn.Module):
                     "memory_budget is shared among the units by measuring them, which torch.compile cannot do: "
                     "call the uncompiled network once on images of this shape first"
                 )
-            self._shares[kind] = share(budget, measure_parts(self, tuple(x.shape[1:])), x.shape[0])
+            self._shares[kind] = share(budget, self.measure(tuple(x.shape[1:])), x.shape[0])
         for (_, sequence, _), part in zip(self.sequences(), self._shares[kind], strict=True):
             sequence.memory_budget = part
 
@@ -193,17 +198,27 @@ class InvertibleClassifier(StagedClassifier):
         return cast(blocks.PadStem, self.stem).inverse(first.inverse(state))
 
 
+@singledispatch
 def build(config: NetworkConfig) -> StagedClassifier:
     """The network that `config` describes, with fresh weights."""
     invertible = config.passage.carries_pair
-    seed = int(torch.randint(2**62, ())) if isinstance(config, OdeConfig) and config.init == "smooth" else None
+    seed = draw_seed(config)
     reversible = isinstance(config, ReversibleConfig)
     stages = [] if reversible else _make_stages(config)  # seeds draw a ResNet's stem after its units, others' before
     stem = (blocks.PadStem if invertible else blocks.ConvStem)(config.in_channels, config.channels[0])
     stages = stages or _make_stages(config)
     head = blocks.NormHead if config.passage.normed_head else blocks.LinearHead
     kind = InvertibleClassifier if invertible else StagedClassifier
-    model = kind(config, stem, stages, head(config.channels[-1], config.num_classes))
+    return with_smooth_kernels(kind(config, stem, stages, head(config.head_channels, config.num_classes)), seed)
+
+
+def draw_seed(config: NetworkConfig) -> int | None:
+    """A seed for kernels smooth in time, drawn before anything else so that it does not depend on the depth; or None."""
+    return int(torch.randint(2**62, ())) if isinstance(config, OdeConfig) and config.init == "smooth" else None
+
+
+def with_smooth_kernels(model: StagedClassifier, seed: int | None) -> StagedClassifier:
+    """The network, its kernels drawn smooth in time if there is a seed."""
     if seed is not None:
         generator = torch.Generator().manual_seed(seed)
         for _, sequence, _ in model.sequences():
@@ -228,11 +243,11 @@ def _make_stage(config: NetworkConfig, unit: int) -> Stage:
 
 def _make_blocks(config: NetworkConfig, unit: int, **first_block: Any) -> list[nn.Module]:
     """The branches that run at the width of this unit; `first_block` are options of the first block only."""
-    options = {"activation": config.activation, "norm": config.norm}
+    options = {"activation": config.activation, "norm": config.norm, "ndim": config.ndim}
     found = []
     for index in range(config.stage_blocks[unit]):
         extra = first_block if index == 0 else {}
-        found += config.row.block(config.channels[unit], unit == index == 0, **options, **extra)
+        found += config.row.block(config.stage_channels[unit], unit == index == 0, **options, **extra)
     return found
 
 
@@ -261,6 +276,6 @@ def make_sequence(config: ReversibleConfig, unit: int) -> ReversibleSequence | N
 def _make_scheme(config: ReversibleConfig, unit: int) -> Scheme:
     """The integrator of the unit at this index."""
     kind: Any = config.row.scheme
-    if isinstance(config, OdeConfig):
+    if isinstance(config, OdeConfig) and config.row.integrates:
         return kind(config.step_size(unit), start=config.start, damping=config.damping)
     return kind(damping=config.damping)

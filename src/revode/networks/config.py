@@ -7,7 +7,7 @@ the integrator (Hamiltonian, MidPoint, Leapfrog). Everything is checked here, on
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -17,6 +17,8 @@ from revode.files import unknown
 from revode.networks.families import FAMILIES, TRANSITIONS, Family, Transition
 
 INITS = ("independent", "smooth")
+KINDS: dict[str, type[NetworkConfig]] = {}
+"""The configs of networks whose ``family`` is not one of `FAMILIES`, by that name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,10 +49,14 @@ class NetworkConfig:
     norm: str = "batch"
     backprop: str = "reversible"
 
+    ndim = 2  # of the images
+    usual_batch = 100  # images in a step, where nobody says how many
+    scores_points = False  # or the image as a whole
+
     def __post_init__(self) -> None:
         for name in ("blocks", "channels"):
             object.__setattr__(self, name, _integers(name, getattr(self, name)))
-        require_choice("family", self.family, [name for name, row in FAMILIES.items() if isinstance(self, _kind(row))])
+        self._check_family()
         require_choice("activation", self.activation, ACTIVATIONS)
         require_choice("norm", self.norm, self.row.norms, f" for {self.name}")
         require_choice("backprop", self.backprop, self.strategies, f" for {self.name}")
@@ -63,6 +69,9 @@ class NetworkConfig:
             )
         self._check_channels()
         self._check_image()
+
+    def _check_family(self) -> None:
+        require_choice("family", self.family, [name for name, row in FAMILIES.items() if isinstance(self, _kind(row))])
 
     def _check_channels(self) -> None:
         if list(self.channels) != sorted(self.channels):
@@ -111,9 +120,30 @@ class NetworkConfig:
         last = self.num_units - 1
         return tuple(n + self.passage.extra_blocks(unit, last) for unit, n in enumerate(self.blocks))
 
+    @property
+    def stage_channels(self) -> tuple[int, ...]:
+        """Channels of the blocks that run at the width of each unit."""
+        return self.channels
+
+    @property
+    def head_channels(self) -> int:
+        """Channels that the head sees."""
+        return self.channels[-1]
+
+    def image_shape(self, size: int | Sequence[int] | None = None) -> tuple[int, ...]:
+        """Channels and edges of an image with these edges, or this one edge; the config's own unless given."""
+        size = self.image_size if size is None else size
+        edges = (size,) * self.ndim if isinstance(size, int) else tuple(size)
+        if len(edges) != self.ndim:
+            raise ValueError(f"image_size of {self.name} is one edge or {self.ndim} of them, got {size!r}")
+        for edge in edges:
+            require_positive_integer("image_size", edge)
+        return (self.in_channels, *edges)
+
     def with_options(self, **options: Any) -> Self:
         """This config with some options replaced; an unknown one is refused with the valid ones."""
-        names = [field.name for field in dataclasses.fields(self) if field.name not in ("name", "family")]
+        fixed = ("name", "family", "ndim")
+        names = [field.name for field in dataclasses.fields(self) if field.name not in fixed]
         for option in options:
             if option not in names:
                 raise unknown(f"option of {self.name}", option, names)
@@ -132,9 +162,10 @@ class NetworkConfig:
         """The config that `to_dict` gave, of the class that its family asks for."""
         if not isinstance(values, Mapping):
             raise ValueError(f"not a network's config: {values!r}")
-        if values.get("family") not in FAMILIES:
-            raise ValueError(f"family must be one of {', '.join(FAMILIES)}, got {values.get('family')!r}")
-        kind = _kind(FAMILIES[values["family"]])
+        known = KINDS | {name: _kind(row) for name, row in FAMILIES.items()}
+        if values.get("family") not in known:
+            raise ValueError(f"family must be one of {', '.join(known)}, got {values.get('family')!r}")
+        kind = known[values["family"]]
         names = {field.name for field in dataclasses.fields(kind)}
         odd = sorted(({"name", "blocks", "channels"} - set(values)) | (set(values) - names))
         if odd:
@@ -221,21 +252,26 @@ class OdeConfig(ReversibleConfig):
     start: str | None = None
     transition: str = "pool_pad"
 
+    transitions = ("pool_pad", "connector", "squeeze")
+
     def __post_init__(self) -> None:
         require_choice("init", self.init, INITS)
-        require_choice("transition", self.transition, ("pool_pad", "connector", "squeeze"))
-        if (self.h is None) == (self.horizon is None):
-            raise ValueError(
-                f"give either h (the step size) or horizon (h = horizon / blocks), got h={self.h}, horizon={self.horizon}"
-            )
-        _require_positive("horizon", self.horizon)
-        self._check_step_size()
+        require_choice("transition", self.transition, self.transitions)
+        self._check_time()
         super().__post_init__()
         if self.transition == "connector" and min(self.blocks) < 2:
             raise ValueError(
                 "transition='connector' makes the last block of a unit its connector: "
                 f"every unit must have at least 2 blocks, got {self.blocks}"
             )
+
+    def _check_time(self) -> None:
+        if (self.h is None) == (self.horizon is None):
+            raise ValueError(
+                f"give either h (the step size) or horizon (h = horizon / blocks), got h={self.h}, horizon={self.horizon}"
+            )
+        _require_positive("horizon", self.horizon)
+        self._check_step_size()
 
     @property
     def passage(self) -> Transition:
@@ -263,9 +299,13 @@ class OdeConfig(ReversibleConfig):
                 f"transition='squeeze' repeats the image's {self.in_channels} channels to fill those of the first unit, "
                 f"which must be at least as many, got {self.channels[0]}"
             )
+        self._check_equal_steps()
+
+    def _check_equal_steps(self) -> None:
+        """Two successive states that pass from unit to unit are as far apart in time in each."""
         if not self.splits and len({self.step_size(unit) for unit in range(self.num_units)}) > 1:
             raise ValueError(
-                "transition='squeeze' carries two successive states on, so h, or horizon / blocks, must be the same "
+                f"transition={self.transition!r} carries two successive states on, so h, or horizon / blocks, must be the same "
                 f"everywhere: give one h, or all units as many blocks, got h={self.h}, blocks={self.blocks}"
             )
 

@@ -11,8 +11,10 @@ cost most FLOPs for a byte kept, which are the later ones.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +38,10 @@ class Bytes:
         """The bytes for so many images."""
         return self.fixed + batch * self.per_image
 
+    def times(self, ratio: Fraction) -> Bytes:
+        """The same for images that hold so many times as many points."""
+        return Bytes(self.fixed, round(self.per_image * ratio))
+
 
 @dataclass(frozen=True)
 class PartCost:
@@ -48,6 +54,18 @@ class PartCost:
     flops: int
     saved: dict[str, Bytes]
     branches: tuple[Bytes, ...] = ()
+
+    def enlarged(self, small: Sequence[int], large: Sequence[int]) -> PartCost:
+        """The bill for edges `large`, from that for edges `small`: all but what is fixed grows with the number of points."""
+        ratio = Fraction(math.prod(large), math.prod(small))
+        edges = (edge * new // old for edge, old, new in zip(self.shape[1:], small, large, strict=True))
+        return replace(
+            self,
+            shape=(self.shape[0], *edges),
+            flops=round(self.flops * ratio),
+            saved={strategy: kept.times(ratio) for strategy, kept in self.saved.items()},
+            branches=tuple(branch.times(ratio) for branch in self.branches),
+        )
 
 
 _BATCHES = (2, 3)
@@ -103,21 +121,19 @@ def _walk(model: Any, strategy: str, batch: int, image_shape: tuple[int, ...]) -
             for hook in hooks:
                 hook.remove()
             newest = isinstance(module, ReversibleSequence) and not module.scheme.splits and not isinstance(y, Tensor)
-            shape = tuple((y[1] if newest else join(y)).shape[1:])
+            shape = tuple((y[1] if newest else join(y if isinstance(y, Tensor) else y[:2])).shape[1:])
             branches = [last - first for first, last in itertools.pairwise(marks)]
             yield _Part(name, module, shape, saved.num_bytes - before, branches, counter.get_total_flops() // batch)
 
 
 def _parts(model: Any, strategy: str) -> Iterator[tuple[str, nn.Module, nn.Module]]:
     """Name, module, and the module as `strategy` runs it."""
-    from revode.networks.classifier import Stage
-
     yield "stem", model.stem, model.stem
     for number, stage in enumerate(model.stages, start=1):
         body = stage.body
         if isinstance(body, ReversibleSequence):
             twin = body.with_strategy(backprop=strategy, memory_budget=None)
-            yield f"unit {number}", body, Stage(twin, nn.Identity(), passes_pair=stage.passes_pair)
+            yield f"unit {number}", body, type(stage)(twin, nn.Identity(), passes_pair=stage.passes_pair)
         elif body is not None:
             yield f"unit {number}", body, body
         if not isinstance(stage.transition, nn.Identity):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 
 from revode.networks.classifier import StagedClassifier, build
 from revode.networks.config import NetworkConfig, OdeConfig
-from revode.networks.cost import PartCost, measure_parts
+from revode.networks.cost import PartCost
 from revode.networks.zoo import PAPER_PARAMETERS, list_models, model_config
 
 
@@ -37,7 +38,7 @@ def summarize(name: str) -> dict[str, Any]:
         "units": list(config.blocks),
         "channels": list(config.channels),
         "params_cifar10": num_parameters,
-        "params_cifar100": num_parameters + 90 * (config.channels[-1] + 1),
+        "params_cifar100": num_parameters + 90 * (config.head_channels + 1),
         "paper_params_cifar10_m": paper[0],
         "paper_params_cifar100_m": paper[1],
     }
@@ -103,23 +104,25 @@ class Description:
         }
 
 
-def describe(model: nn.Module | str, *, image_size: int | None = None, batch_size: int = 100) -> Description:
+def describe(
+    model: nn.Module | str, *, image_size: int | Sequence[int] | None = None, batch_size: int | None = None
+) -> Description:
     """The bill of a network.
 
     Args:
         model: a network of this room, or the name of one.
-        image_size: edge of the images; the config's unless given.
-        batch_size: images in a training step.
+        image_size: edge of the images, or one for each dimension; the config's unless given.
+        batch_size: images in a training step; 100 unless given, or 1 of a U-Net.
     """
     if isinstance(model, str):
         with torch.random.fork_rng(devices=[]):
             model = build(model_config(model))
     if not isinstance(model, StagedClassifier):
         raise ValueError(f"describe takes a network of revode.create_model or its name, got {type(model).__name__}")
+    batch_size = model.config.usual_batch if batch_size is None else batch_size
     if not isinstance(batch_size, int) or batch_size < 1:
         raise ValueError(f"batch_size must be a positive integer, got {batch_size!r}")
-    size = model.config.image_size if image_size is None else image_size
-    shape = (model.config.in_channels, size, size)
+    shape = model.config.image_shape(image_size)
     model.check_image(torch.empty(1, *shape, device="meta"))
-    parts = tuple(measure_parts(model, shape))
+    parts = tuple(model.measure(shape))
     return Description(config=model.config, image_shape=shape, batch_size=batch_size, parts=parts)

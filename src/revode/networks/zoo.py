@@ -12,6 +12,7 @@ from revode.networks.classifier import StagedClassifier, build
 from revode.networks.config import NetworkConfig
 from revode.networks.families import FAMILIES, Family
 from revode.networks.files import load_pretrained
+from revode.networks.unet import UNetConfig
 
 Recipe = Callable[[], NetworkConfig]
 
@@ -69,6 +70,10 @@ _NAMED: dict[str, dict[str, Any]] = {
 """Every named network: what differs from the network of its family and depth, or its family and layout."""
 
 
+UNETS = {1: (16, 24, 32), 2: (16, 32, 64), 3: (16, 32, 64)}
+"""Channels of the U-Nets in each number of dimensions: a half to a quarter of them goes down, the rest is set aside."""
+
+
 def register_model(name: str) -> Callable[[Recipe], Recipe]:
     """Decorate a function without arguments that returns the config of the network `name`."""
 
@@ -100,7 +105,8 @@ def create_model(name: str, *, pretrained: str | None = None, **options: Any) ->
         pretrained: a data set, to take the weights that come with the package; they bring their own norm and h.
         options: ``num_classes``, ``in_channels``, ``image_size``, ``blocks``, ``channels``, ``activation``, ``norm``; of
             reversible networks also ``backprop``, ``exact``, ``anchor_every``, ``memory_budget``, ``damping``; of ODE
-            networks also ``h`` or ``horizon``, ``init``, ``start``, ``transition``. See `OdeConfig`.
+            networks also ``h`` or ``horizon``, ``init``, ``start``, ``transition``; of U-Nets also ``scheme``. See `OdeConfig`
+            and `UNetConfig`.
     """
     if pretrained is not None:
         return load_pretrained(name, pretrained, **options)
@@ -165,5 +171,11 @@ def _named(name: str, family: str | None = None, blocks: tuple[int, ...] = (), *
     return recipe
 
 
+def _unet(ndim: int, channels: tuple[int, ...]) -> Recipe:
+    return lambda: UNetConfig(name=f"unet-{ndim}d", ndim=ndim, blocks=(4,) * len(channels), channels=channels)
+
+
 for _name, _options in _NAMED.items():
     register_model(_name)(_named(_name, **_options))
+for _ndim, _channels in UNETS.items():
+    register_model(f"unet-{_ndim}d")(_unet(_ndim, _channels))

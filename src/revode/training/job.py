@@ -43,6 +43,11 @@ def level_networks(config: Config, info: data.DatasetInfo) -> list[NetworkConfig
 def network_options(config: Config, info: data.DatasetInfo) -> dict[str, Any]:
     """The options of that network."""
     settings = config.model
+    if model_config(settings.name).scores_points:
+        raise ValueError(
+            f"`revode train` trains classifiers of whole images, and {settings.name} scores every point: "
+            "examples/volumes.py shows how to train it"
+        )
     options: dict[str, Any] = {
         "num_classes": info.num_classes,
         "in_channels": info.channels,
