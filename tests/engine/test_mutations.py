@@ -1,0 +1,165 @@
+"""Replay broken on purpose, in ten ways: the walk back notices each by itself."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import revode.engine.chain
+import revode.engine.replay
+import revode.engine.segment
+from revode import MidPoint, ReversalError, ReversibleSequence, SymmetricField
+from revode.engine.chain import BranchError, Chain
+from revode.engine.replay import Autocast
+from revode.engine.segment import ReversibleSegment
+from revode.schemes import Coupling
+
+Patch = pytest.MonkeyPatch
+
+
+def layers(*more: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(nn.Linear(8, 8), *(make() for make in more), nn.Tanh())
+
+
+class Halving(nn.Module):
+    """Multiplies by a buffer that each call halves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(8, 8)
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, q: Tensor) -> Tensor:
+        self.scale.mul_(0.5)
+        return torch.tanh(self.mix(q)) * self.scale
+
+
+class Shifted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(8, 8)
+
+    def forward(self, q: Tensor, shift: Tensor | None = None) -> Tensor:
+        u = self.mix(q)
+        return torch.tanh(u if shift is None else u + shift)
+
+
+def hooked() -> nn.Module:
+    branch = layers()()
+    branch.register_forward_hook(lambda module, inputs, output: 2.0 * output)
+    return branch
+
+
+def no_restoring_of_noise(patch: Patch) -> None:
+    patch.setattr(revode.engine.replay, "drawn_again", lambda draws: contextlib.nullcontext())
+
+
+def no_restoring_of_buffers(patch: Patch) -> None:
+    patch.setattr(revode.engine.replay, "_lent", lambda tensors: contextlib.nullcontext())
+
+
+def no_restoring_of_modes(patch: Patch) -> None:
+    patch.setattr(revode.engine.replay, "_training_modes", lambda *_: contextlib.nullcontext())
+
+
+def no_restoring_of_autocast(patch: Patch) -> None:
+    patch.setattr(Autocast, "restore", lambda self: contextlib.nullcontext())
+
+
+def other_parameters(patch: Patch) -> None:
+    def leaves(segment: ReversibleSegment, index: int, *_: Any) -> Any:
+        lent = {name: (1.5 * p.detach()).requires_grad_() for name, p in segment.parameters[index].items()}
+        return list(lent.values()), lent
+
+    patch.setattr(revode.engine.segment, "_leaves", leaves)
+
+
+def another_order(patch: Patch) -> None:
+    original = revode.engine.segment._again
+    patch.setattr(
+        revode.engine.segment,
+        "_again",
+        lambda chain, replay, index, lent: original(chain, replay, max(0, index - 1), lent),
+    )
+
+
+def no_grid_on_the_way_back(patch: Patch) -> None:
+    original = Coupling.reverse
+    patch.setattr(Coupling, "reverse", lambda self, q, q_next, u, *_: original(self, q, q_next, u))
+
+
+def other_arguments(patch: Patch) -> None:
+    original = ReversibleSegment.kwargs
+
+    def kwargs(self: ReversibleSegment, arguments: Any) -> dict[str, Any]:
+        given = original(self, arguments)
+        return {k: 2.0 * v for k, v in given.items()} if torch._C._current_graph_task_id() != -1 else given
+
+    patch.setattr(ReversibleSegment, "kwargs", kwargs)
+
+
+def hooks_left_out(patch: Patch) -> None:
+    patch.setattr(revode.engine.replay, "_recall", lambda branch, q, kwargs, lent: branch.forward(q, **kwargs))
+
+
+def other_strides(patch: Patch) -> None:
+    original = Chain.retreat
+    patch.setattr(Chain, "retreat", lambda *args, **kwargs: original(*args, **kwargs).contiguous())
+
+
+MUTATIONS: dict[Callable[[Patch], None], tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+    no_restoring_of_noise: (layers(lambda: nn.Dropout(0.2)), {}),
+    no_restoring_of_buffers: (Halving, {}),
+    no_restoring_of_modes: (layers(lambda: nn.BatchNorm1d(8)), {}),
+    no_restoring_of_autocast: (layers(), {"exact": True}),
+    other_parameters: (layers(), {}),
+    another_order: (layers(), {}),
+    no_grid_on_the_way_back: (layers(), {"exact": True}),
+    other_arguments: (Shifted, {}),
+    hooks_left_out: (hooked, {}),
+    other_strides: (
+        lambda: nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.GELU(), nn.BatchNorm2d(8)),
+        {"exact": True},
+    ),
+}
+
+
+def step(make: Callable[[], nn.Module], options: dict[str, Any], mutation: Any) -> None:
+    torch.manual_seed(0)
+    sequence = ReversibleSequence([make() for _ in range(6)], MidPoint(h=0.3), **options)
+    x = torch.randn(16, 8)
+    if mutation is other_strides:
+        x = torch.randn(4, 8, 7, 5).contiguous(memory_format=torch.channels_last)
+    kwargs = {"shift": torch.randn(8)} if make is Shifted else {}
+    with torch.autocast("cpu", torch.bfloat16, enabled=mutation is no_restoring_of_autocast):
+        loss = sequence(x, **kwargs).square().sum()
+    if mutation is no_restoring_of_modes:
+        sequence.eval()
+    loss.backward()
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
+def test_the_walk_back_notices(mutation: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    make, options = MUTATIONS[mutation]
+    step(make, options, mutation)  # as it is, it says nothing
+    mutation(monkeypatch)
+    noticed_before = mutation is another_order  # as parameters that are not the branch's own
+    with pytest.raises(BranchError if noticed_before else ReversalError):
+        step(make, options, mutation)
+
+
+def test_a_field_that_knows_its_product_is_noticed_too(monkeypatch: Patch) -> None:
+    original = SymmetricField.vjp
+
+    def vjp(self: SymmetricField, q: Tensor, *args: Any) -> Any:
+        return original(self, 1.01 * q, *args)
+
+    sequence = ReversibleSequence([SymmetricField(8) for _ in range(6)], MidPoint(h=0.3), exact=True)
+    monkeypatch.setattr(SymmetricField, "vjp", vjp)
+    with pytest.raises(ReversalError, match="missed the state"):
+        sequence(torch.randn(2, 8, 5, 5)).sum().backward()
