@@ -308,7 +308,9 @@ class _Gradients:
         total = self.sums[slot]
         if grad is None:
             return
-        if self._traced or grad.layout != torch.strided or (total is not None and total.layout != torch.strided):
+        if self._traced:
+            self.sums[slot] = _plus(total, grad, scale)
+        elif grad.layout != torch.strided or (total is not None and total.layout != torch.strided):
             # Sparse gradients (of an embedding) are added to dense ones, not the other way round.
             swap = total is not None and total.layout != torch.strided and grad.layout == torch.strided
             self.sums[slot] = _plus(grad * scale, total) if swap else _plus(total, grad, scale)

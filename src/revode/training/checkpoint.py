@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from revode.engine import check
 from revode.files import read_json, write_atomically
 from revode.training.config import LEAVES, Config, flatten, from_leaves, read_yaml
 from revode.training.distributed import copy_whole, whole
@@ -41,6 +42,7 @@ def write_checkpoint(path: Path, state: dict[str, Any], keep_as: Path | None = N
         state: Tensors, numbers, strings, lists and dicts.
         keep_as: A second name that the file now at `path` keeps.
     """
+    check()  # nothing is saved that came of a walk back gone wrong
     stream = io.BytesIO()
     torch.save({"format": FORMAT, **state}, stream)
     write_atomically(path, stream.getbuffer(), keep_as)
