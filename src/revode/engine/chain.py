@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import functools
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +22,9 @@ from revode.vjp import KnownField
 
 Call = Callable[[Tensor, dict[str, Any]], Any]
 """How to evaluate a branch: (q, kwargs) -> u."""
+
+
+_FAILURES = (AssertionError, IndexError, RuntimeError, TypeError, ValueError)
 
 
 class BranchError(ValueError, RuntimeError):
@@ -179,8 +181,10 @@ class Chain:
         inputs = [q, *(slot.tensor for slot in slots), *(tensor_leaves(kwargs) if kwargs else ())]
         versions = [version_of(tensor) for tensor in inputs]
         given = None if once or not kwargs else _look(kwargs)
-        with self._naming(index, q):
+        try:
             u = call(q, kwargs)
+        except _FAILURES as error:
+            raise self._failure(index, q, error) from error
         if any(then is not None and version_of(tensor) != then for tensor, then in zip(inputs, versions, strict=True)):
             raise BranchError(
                 f"{self.name(index)} modifies its input or its parameters in place (an inplace=True activation first in "
@@ -195,21 +199,18 @@ class Chain:
 
     def value(self, index: int, q: Tensor, field: KnownField, autocast: Autocast) -> Tensor:
         """The same of a field that we know: it changes neither input nor parameters, nor the shape."""
-        with self._naming(index, q):
+        try:
             u = field.value(q, autocast.compute_dtype(q)).to(q.dtype)
+        except _FAILURES as error:
+            raise self._failure(index, q, error) from error
         return with_strides(u, q.stride())
 
-    @contextlib.contextmanager
-    def _naming(self, index: int, q: Tensor) -> Iterator[None]:
-        """An error of the branch says which branch it is, and on what it failed."""
-        try:
-            yield
-        except torch.OutOfMemoryError:
-            raise
-        except (AssertionError, IndexError, RuntimeError, TypeError, ValueError) as error:
-            text = f"{self.name(index)} failed on a state of shape {tuple(q.shape)} and dtype {q.dtype}: {error}"
-            kind = BranchTypeError if isinstance(error, TypeError) else BranchError
-            raise kind(text) from error
+    def _failure(self, index: int, q: Tensor, error: Exception) -> Exception:
+        """An error of the branch that says which branch it is, and on what it failed."""
+        if isinstance(error, torch.OutOfMemoryError):
+            return error
+        text = f"{self.name(index)} failed on a state of shape {tuple(q.shape)} and dtype {q.dtype}: {error}"
+        return (BranchTypeError if isinstance(error, TypeError) else BranchError)(text)
 
     def _conform(self, index: int, q: Tensor, u: Any, autocast: Autocast) -> tuple[Tensor, Any]:
         u, aux = u if isinstance(u, tuple) and len(u) == 2 else (u, None)

@@ -131,7 +131,7 @@ class Contents:
         found: dict[str, Tensor] = {}
         for home, key, name in self.parameters:
             parameter = home[key]
-            if isinstance(parameter, UninitializedParameter):
+            if type(parameter) is UninitializedParameter:
                 raise ValueError(
                     f"{where} has the uninitialised (lazy) parameter {name!r}: "
                     "run the sequence once under torch.no_grad() before training it"

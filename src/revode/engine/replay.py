@@ -103,11 +103,21 @@ class Kernels:
 
 def version_of(tensor: Tensor) -> int | None:
     """How often `tensor` was modified in place, if that is known."""
-    return None if isinstance(tensor, UninitializedParameter) or tensor.is_inference() else tensor._version
+    if type(tensor) is UninitializedParameter:
+        return None
+    try:
+        return tensor._version
+    except RuntimeError:  # made in inference mode
+        return None
+
+
+def _parametrized_anew() -> contextlib.AbstractContextManager[None]:
+    """Parametrized weights are computed inside, whatever ``parametrize.cached`` says."""
+    return _without_cache() if parametrize._cache_enabled else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def _parametrized_anew() -> Iterator[None]:
+def _without_cache() -> Iterator[None]:
     """Parametrized weights are computed inside: torch's cache of them (``parametrize.cached``) is neither filled nor read.
 
     A weight computed without gradients must not be found by code that needs one.
@@ -327,24 +337,35 @@ class Replay:
         """
         branch = contents.modules[0]
         record = self._records.get(index)
-        with _evaluating, self.autocast.restore(), self.kernels.restore(), _parametrized_anew():
-            if record is None:
-                # A field that knew its product in forward: it draws nothing, and its batch norms were in training.
-                record = _Record([], [True] * len(contents.modules), {}, [])
-            tensors: list[tuple[Slot, Tensor | None]] = []
-            for slot, buffer, version in record.unchanged:
-                if version_of(buffer) != version:
-                    raise RuntimeError(f"its buffer {slot.name!r} was modified in place between forward and backward")
-                if slot.tensor is not buffer:
-                    tensors.append((slot, buffer))
-            if record.changed:
-                copies = _copies(record.changed)
-                tensors += [(slot, copies[slot.name]) for slot in contents.buffers if slot.name in copies]
-            with _training_modes(contents, record.modes), _lent(tensors + _idle_statistics(contents)):
-                if not record.draws:
-                    return _recall(branch, q, kwargs, lent)
-                with drawn_again(record.draws):
-                    return _recall(branch, q, kwargs, lent)
+        if record is None:
+            # A field that knew its product in forward: it draws nothing, and its batch norms were in training.
+            record = _Record([], [True] * len(contents.modules), {}, [])
+        with _evaluating, contextlib.ExitStack() as restored:
+            if self.autocast.enabled or (self.autocast.available and torch.is_autocast_enabled(self.device.type)):
+                restored.enter_context(self.autocast.restore())
+            if parametrize._cache_enabled:
+                restored.enter_context(_parametrized_anew())
+            if contents.modes() != record.modes:
+                restored.enter_context(_training_modes(contents, record.modes))
+            tensors = self._tensors_to_lend(contents, record)
+            if tensors:
+                restored.enter_context(_lent(tensors))
+            if record.draws:
+                restored.enter_context(drawn_again(record.draws))
+            return _recall(branch, q, kwargs, lent)
+
+    def _tensors_to_lend(self, contents: Contents, record: _Record) -> list[tuple[Slot, Tensor | None]]:
+        """What has to stand in the place of buffers, for a branch to see what it saw in forward."""
+        tensors: list[tuple[Slot, Tensor | None]] = []
+        for slot, buffer, version in record.unchanged:
+            if version_of(buffer) != version:
+                raise RuntimeError(f"its buffer {slot.name!r} was modified in place between forward and backward")
+            if slot.tensor is not buffer:
+                tensors.append((slot, buffer))
+        if record.changed:
+            copies = _copies(record.changed)
+            tensors += [(slot, copies[slot.name]) for slot in contents.buffers if slot.name in copies]
+        return tensors + _idle_statistics(contents) if contents.statistics else tensors
 
 
 def _recall(branch: nn.Module, q: Tensor, kwargs: dict[str, Any], lent: dict[str, Tensor] | None) -> Any:

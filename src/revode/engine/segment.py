@@ -7,6 +7,7 @@ The gradient of one coupling needs one evaluation of its branch, shared by the i
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import warnings
 from collections.abc import Callable, Sequence
@@ -149,9 +150,10 @@ class _ReversibleFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         # Whether this is traced depends on how forward ran: compiled autograd may trace the backward of an eager forward.
-        if ctx.traced or not compilation_is_possible():
+        if ctx.traced:
             return _walk_back(ctx, *grad_outputs)
-        return eagerly(_walk_back)(ctx, *grad_outputs)
+        walk = eagerly(_walk_back_eagerly) if compilation_is_possible() else _walk_back_eagerly
+        return walk(ctx, *grad_outputs)
 
 
 def _walk_forward(
@@ -192,6 +194,11 @@ def _walk_forward(
         ctx.mark_non_differentiable(*(t for t in aux_outputs if not (t.is_floating_point() or t.is_complex())))
     assert p is not None
     return p, q, *aux_outputs
+
+
+def _walk_back_eagerly(ctx: Any, *grad_outputs: Any) -> Any:
+    with contextlib.nullcontext() if ctx.replay is None else ctx.replay.kernels.restore():
+        return _walk_back(ctx, *grad_outputs)
 
 
 def _walk_back(ctx: Any, *grad_outputs: Any) -> Any:
