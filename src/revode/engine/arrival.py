@@ -141,7 +141,7 @@ def post(numbers: Tensor, verdict: Callable[[list[float]], None]) -> None:
     if numbers.device.type == "cpu":
         verdict(numbers.tolist())
         return
-    host = torch.empty_like(numbers, device="cpu", pin_memory=numbers.device.type == "cuda")
+    host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=numbers.device.type == "cuda")
     host.copy_(numbers, non_blocking=True)
     module: Any = getattr(torch, numbers.device.type, None)
     event = module.Event() if hasattr(module, "Event") else None
