@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from revode.operators import AntisymmetricConv as AntisymmetricConv
     from revode.operators import Conv as Conv
     from revode.operators import Dense as Dense
+    from revode.schemes import BDIA as BDIA
     from revode.schemes import AdditiveCoupling as AdditiveCoupling
     from revode.schemes import Leapfrog as Leapfrog
     from revode.schemes import MidPoint as MidPoint
@@ -51,6 +52,7 @@ _HOMES = {
     "Conv": "revode.operators",
     "Dense": "revode.operators",
     "AdditiveCoupling": "revode.schemes",
+    "BDIA": "revode.schemes",
     "Leapfrog": "revode.schemes",
     "MidPoint": "revode.schemes",
     "Momentum": "revode.schemes",

@@ -5,20 +5,23 @@ Every step of every scheme is a `Coupling`
     (p, q) -> (q, s p + c q + a F(q)),        reversed by   p = (q' - c q - a F(q)) / s,
 
 so a scheme is little more than its coefficients (s, c, a) for each field in turn, the way it enters the pair (``init``)
-and leaves it (``readout``). ``reverse`` undoes ``step`` with the same single evaluation of F.
+and leaves it (``readout``). ``reverse`` undoes ``step`` with the same single evaluation of F. A coefficient is a number, or a
+tensor that holds one for each sample.
 """
 
 from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 Field = Callable[[Tensor], Tensor]
+Factor = Any
+"""A coefficient: a number, or a tensor with one for each sample."""
 Rounding = Callable[[Tensor, float], Tensor]
 """(u, gain) -> gain * u, rounded."""
 State = tuple[Tensor, Tensor]
@@ -26,21 +29,45 @@ OpenState = tuple[Tensor | None, Tensor]
 """A pair whose first member may still be missing: a one-tensor scheme before its start."""
 
 
-@dataclass(frozen=True)
+def is_number(factor: Factor, value: float) -> bool:
+    """Whether a coefficient is this very number."""
+    return isinstance(factor, float) and factor == value
+
+
+def times(x: Tensor, factor: Factor, out: Tensor | None = None) -> Tensor:
+    """factor * x; x itself if the factor is 1."""
+    return x if is_number(factor, 1.0) else torch.mul(x, factor, out=out)
+
+
+def plus(x: Tensor, y: Tensor, factor: Factor, out: Tensor | None = None) -> Tensor:
+    """x + factor * y."""
+    if isinstance(factor, Tensor):
+        return torch.addcmul(x, y, factor, out=out)
+    return torch.add(x, y, alpha=factor, out=out)
+
+
+@dataclass(frozen=True, eq=False)
 class Coupling:
     """The coefficients of q' = carry * p + keep * q + gain * F(q)."""
 
-    carry: float
-    keep: float
-    gain: float
+    carry: Factor
+    keep: Factor
+    gain: Factor
+
+    @property
+    def carries_whole(self) -> bool:
+        """Whether the old state is carried as it is, with either sign, or not at all."""
+        return isinstance(self.carry, float) and abs(self.carry) in (0.0, 1.0)
 
     def phi(self, q: Tensor, u: Tensor, rounding: Rounding | None, out: Tensor | None) -> Tensor:
-        """keep * q + gain * u, the second term rounded if asked; the same bits for ``step`` and ``reverse``."""
-        if rounding is not None:
+        """keep * q + gain * u, rounded if asked; the same bits for ``step`` and ``reverse``."""
+        if rounding is None:
+            increment = times(u, self.gain, out)
+        elif isinstance(self.keep, float) and self.keep.is_integer():
             increment = rounding(u, self.gain)
-        else:
-            increment = u if self.gain == 1.0 else torch.mul(u, self.gain, out=out)
-        return increment if self.keep == 0.0 else torch.add(increment, q, alpha=self.keep, out=out)
+        else:  # a part of q that is off the grid is rounded with the rest
+            return rounding(plus(times(u, self.gain), q, self.keep), 1.0)
+        return increment if is_number(self.keep, 0.0) else plus(increment, q, self.keep, out)
 
     def step(
         self, p: Tensor | None, q: Tensor, u: Tensor, rounding: Rounding | None = None, out: Tensor | None = None
@@ -54,19 +81,20 @@ class Coupling:
             rounding: how to round the increment before it is added.
             out: where to write; u itself if nobody else needs it.
         """
-        if p is not None and rounding is None and self.carry == 1.0 and self.keep == 0.0:
-            return torch.add(p, u, alpha=self.gain, out=out)
+        p = None if is_number(self.carry, 0.0) else p
+        if p is not None and rounding is None and is_number(self.carry, 1.0) and is_number(self.keep, 0.0):
+            return plus(p, u, self.gain, out)
         phi = self.phi(q, u, rounding, out)
-        return phi if p is None else torch.add(phi, p, alpha=self.carry, out=out)
+        return phi if p is None else plus(phi, p, self.carry, out)
 
     def reverse(
         self, q: Tensor, q_next: Tensor, u: Tensor, rounding: Rounding | None = None, out: Tensor | None = None
     ) -> Tensor:
         """The old state p from q, q' and u = F(q): ``step`` solved for p."""
-        if rounding is None and self.carry == 1.0 and self.keep == 0.0:
+        if rounding is None and is_number(self.carry, 1.0) and is_number(self.keep, 0.0):
             return torch.sub(q_next, u, alpha=self.gain, out=out)
         p = torch.sub(q_next, self.phi(q, u, rounding, out), out=out)
-        return p if self.carry == 1.0 else torch.div(p, self.carry, out=out)
+        return p if is_number(self.carry, 1.0) else torch.div(p, self.carry, out=out)
 
 
 class Scheme(abc.ABC):
@@ -82,6 +110,8 @@ class Scheme(abc.ABC):
     """Whether the pair is two parts of the state that take turns (halves of the input, say), or two successive states."""
     fields_per_step: ClassVar[int] = 1
     starts: ClassVar[tuple[str, ...]] = ()
+    draws: ClassVar[bool] = False
+    """Whether coefficients are drawn at each call, so that a pair alone does not tell the way back."""
 
     def __init__(self, h: float = 0.1, *, start: str | None = None, damping: float = 0.0) -> None:
         if isinstance(h, bool) or not (isinstance(h, int | float) and 0.0 < h < float("inf")):
@@ -109,12 +139,32 @@ class Scheme(abc.ABC):
 
     @property
     def invertible_exactly(self) -> bool:
-        """Whether |s| = 1, so that reversing amplifies no rounding and ``exact`` applies."""
-        return abs(self.carry) == 1.0
+        """Whether ``exact`` applies: |s| = 1, or |s| = 1/2, where one bit of each element is kept beside."""
+        return abs(self.carry) in (1.0, 0.5)
+
+    @property
+    def invertible(self) -> bool:
+        """Whether a final pair tells what led to it."""
+        return self.carry != 0.0 and not self.draws
+
+    def in_eval(self) -> Scheme:
+        """The scheme that runs in eval mode."""
+        return self
 
     @abc.abstractmethod
     def coupling(self, index: int) -> Coupling:
         """The coefficients for the field at `index`."""
+
+    def couplings(self, number: int, q: Tensor, started: bool) -> list[Coupling]:
+        """The coefficients of one call.
+
+        Args:
+            number: how many fields.
+            q: the state at entry; its first dimension counts the samples.
+            started: whether the call begins with a pair.
+        """
+        couplings = [self.coupling(index) for index in range(number)]
+        return couplings if started else [self.starting(), *couplings[1:]]
 
     def starting(self) -> Coupling:
         """The coefficients for the first field, when there is one state only (p is absent)."""
@@ -235,22 +285,84 @@ class AdditiveCoupling(Scheme):
 
 
 class MidPoint(Scheme):
-    """Y+ = Y- + 2h F(Y): central differences for Y' = F(Y) (paper, eq. 13), order 2.
+    """Y+ = a Y- + (1 - a) Y + (1 + a) h F(Y), for Y' = F(Y).
 
-    Starts: ``"euler"`` Y1 = Y0 + h F(Y0), as the paper's prose; ``"paper"`` Y1 = 2h F(Y0), as its equation is printed.
+    a = 1 is the paper's network, Y+ = Y- + 2h F(Y): central differences (eq. 13), order 2. a = 0 is a plain residual network,
+    which cannot be reversed. In between lie the blends of Gal et al. (2025), of order 1. Reversing divides by a.
+
+    Starts: ``"euler"`` Y1 = Y0 + h F(Y0), as the paper's prose; ``"paper"`` Y- = 0, so Y1 = 2h F(Y0), as its equation says.
+
+    Args:
+        h: step size, positive.
+        blend: a in [-1, 1]. ``exact`` works for 1 and -1, and for 1/2 and -1/2 with a bit kept of each element and step.
+        start: one of ``starts``.
+        damping: as for every scheme; it multiplies a Y-.
     """
 
     starts = ("euler", "paper")
 
+    def __init__(self, h: float = 0.1, *, blend: float = 1.0, start: str | None = None, damping: float = 0.0) -> None:
+        super().__init__(h, start=start, damping=damping)
+        if isinstance(blend, bool) or not (isinstance(blend, int | float) and -1.0 <= blend <= 1.0):
+            raise ValueError(f"blend must lie in [-1, 1], got {blend!r}")
+        self.blend = float(blend)
+
     @property
     def order(self) -> int | None:
-        return 2 if self.start == "euler" and not self.damping else None
+        if self.start != "euler" or self.damping or self.blend == -1.0:
+            return None
+        return 2 if self.blend == 1.0 else 1
+
+    @property
+    def carry(self) -> float:
+        return self.blend * (1.0 - self.damping)
 
     def coupling(self, index: int) -> Coupling:
-        return Coupling(self.carry, 0.0, 2.0 * self.h)
+        return Coupling(self.carry, 1.0 - self.blend, (1.0 + self.blend) * self.h)
 
     def starting(self) -> Coupling:
-        return Coupling(0.0, 1.0, self.h) if self.start == "euler" else Coupling(0.0, 0.0, 2.0 * self.h)
+        return Coupling(0.0, 1.0, self.h) if self.start == "euler" else replace(self.coupling(0), carry=0.0)
+
+    def __repr__(self) -> str:
+        blend = f", blend={self.blend:g}" if self.blend != 1.0 else ""
+        return f"{super().__repr__()[:-1]}{blend})"
+
+
+class BDIA(MidPoint):
+    """Y+ = a Y- + (1 - a) Y + (1 + a) h F(Y) with a = ±1/2, drawn for each sample and step: Zhang et al. (ICML 2025).
+
+    The mean over draws is the plain residual network Y + h F(Y). In eval mode that one runs, bit for bit: a plain network is
+    trained reversibly, and stays one. ``coupling`` gives the draw a = 1/2. Draws come from torch's stream of the device.
+
+    Args:
+        h: step size; 1 for a plain residual network.
+        damping: as for every scheme.
+    """
+
+    starts = ("euler",)
+    draws = True
+
+    def __init__(self, h: float = 1.0, *, start: str | None = None, damping: float = 0.0) -> None:
+        super().__init__(h, blend=0.5, start=start, damping=damping)
+
+    @property
+    def order(self) -> int | None:
+        return None
+
+    def in_eval(self) -> Scheme:
+        return MidPoint(self.h, blend=0.0)
+
+    def couplings(self, number: int, q: Tensor, started: bool) -> list[Coupling]:
+        shape = (q.shape[0], *[1] * (q.dim() - 1))
+        couplings = []
+        for _ in range(number):
+            a = torch.randint(2, shape, device=q.device).to(q.dtype) - 0.5
+            couplings.append(Coupling(a * (1.0 - self.damping), 1.0 - a, (1.0 + a) * self.h))
+        return couplings if started else [self.starting(), *couplings[1:]]
+
+    def __repr__(self) -> str:
+        damping = f", damping={self.damping:g}" if self.damping else ""
+        return f"BDIA(h={self.h:g}{damping})"
 
 
 class Leapfrog(Scheme):
@@ -311,6 +423,7 @@ SCHEMES: dict[str, type[Scheme]] = {
     "verlet": Verlet,
     "additive": AdditiveCoupling,
     "midpoint": MidPoint,
+    "bdia": BDIA,
     "leapfrog": Leapfrog,
     "momentum": Momentum,
 }

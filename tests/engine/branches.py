@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from revode import AdditiveCoupling, AntisymmetricField, Leapfrog, MidPoint, Momentum, SymmetricField, Verlet
+from revode import BDIA, AdditiveCoupling, AntisymmetricField, Leapfrog, MidPoint, Momentum, SymmetricField, Verlet
 from revode.schemes import Scheme
 
 SCHEMES: dict[str, Callable[[], Scheme]] = {
@@ -20,9 +20,21 @@ SCHEMES: dict[str, Callable[[], Scheme]] = {
     "leapfrog-meganet": lambda: Leapfrog(h=0.4, start="meganet"),
     "leapfrog-paper": lambda: Leapfrog(h=0.05, start="paper"),
 }
-"""Every exactly invertible scheme with every start."""
+"""Every scheme that carries the old state on as it is, with every start."""
+
+HALVING: dict[str, Callable[[], Scheme]] = {
+    "midpoint-half": lambda: MidPoint(h=0.15, blend=0.5),
+    "midpoint-minus-half": lambda: MidPoint(h=0.15, blend=-0.5),
+    "midpoint-half-paper": lambda: MidPoint(h=0.15, blend=0.5, start="paper"),
+    "bdia": lambda: BDIA(h=0.15),
+}
+"""Schemes that carry half of it on: exact with a bit kept of each element and step."""
+
+EXACT = SCHEMES | HALVING
 
 DISSIPATIVE: dict[str, Callable[[], Scheme]] = {
+    "midpoint-blend": lambda: MidPoint(h=0.15, blend=0.9),
+    "midpoint-minus-blend": lambda: MidPoint(h=0.15, blend=-0.9),
     "momentum": lambda: Momentum(0.9),
     "momentum-damped": lambda: Momentum(0.95, damping=0.02),
     "verlet-damped": lambda: Verlet(h=0.3, damping=0.05),
@@ -32,7 +44,7 @@ DISSIPATIVE: dict[str, Callable[[], Scheme]] = {
 }
 """Schemes that lose information: |s| >= 0.9."""
 
-ALL_SCHEMES = SCHEMES | DISSIPATIVE
+ALL_SCHEMES = EXACT | DISSIPATIVE
 
 
 class Recurrent(nn.Module):

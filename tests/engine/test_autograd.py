@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from branches import ALL_SCHEMES, SCHEMES, Conditioned, conv_norm_relu, small_conv, tanh_layer, width
+from branches import ALL_SCHEMES, EXACT, SCHEMES, Conditioned, conv_norm_relu, small_conv, tanh_layer, width
 from gradients import assert_agree, assert_bitwise, compare_with_store, training_step, weighted_sum
 from torch import Tensor, nn
 
@@ -189,9 +189,9 @@ class TestGraphs:
 class TestUsersTensors:
     @pytest.mark.parametrize("backprop", STRATEGIES)
     @pytest.mark.parametrize("exact", [False, True])
-    @pytest.mark.parametrize("name", SCHEMES)
+    @pytest.mark.parametrize("name", EXACT)
     def test_the_input_is_not_modified_or_freed(self, name: str, exact: bool, backprop: str) -> None:
-        scheme = SCHEMES[name]()
+        scheme = EXACT[name]()
         fields = [SymmetricField(width(scheme, 2)) for _ in range(4)]
         sequence = ReversibleSequence(fields, scheme, backprop=backprop, exact=exact)
         x = torch.randn(1, 2, 3, 3)
@@ -231,7 +231,8 @@ class TestUsersTensors:
                 y, state = sequence(x, return_state=True)
                 y.sum().backward()
                 assert y.shape == x.shape == x.grad.shape
-                assert sequence.inverse(state).shape == x.shape
+                if scheme.invertible and (not exact or abs(scheme.carry) == 1.0):
+                    assert sequence.inverse(state).shape == x.shape
                 assert not any(p.grad.any() for p in sequence.parameters())
 
     @pytest.mark.parametrize("name", ["verlet", "leapfrog", "additive", "midpoint"])

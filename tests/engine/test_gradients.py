@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import revode.schemes
-from revode import AdditiveCoupling, Leapfrog, MidPoint, ReversibleSequence, Verlet
+from revode import BDIA, AdditiveCoupling, Leapfrog, MidPoint, ReversibleSequence, Verlet
 from revode.engine.segment import _ReversibleFunction
 from revode.schemes import Scheme
 
@@ -44,9 +44,12 @@ def plain_integration(scheme: Scheme, fields: list[nn.Module], x: Tensor) -> Ten
             z = z + sign * h * G(y)
         return torch.cat((y, z), 1)
     if isinstance(scheme, MidPoint):
+        blends = [scheme.blend] * len(fields)
+        if isinstance(scheme, BDIA):  # the signs that the sequence draws behind the same seed
+            blends = [torch.randint(2, (x.shape[0], 1)).double() - 0.5 for _ in fields]
         old, Y = x, x + scheme.h * fields[0](x)
-        for F in fields[1:]:
-            old, Y = Y, old + 2 * scheme.h * F(Y)
+        for a, F in zip(blends[1:], fields[1:], strict=True):
+            old, Y = Y, a * old + (1 - a) * Y + (1 + a) * scheme.h * F(Y)
         return Y
     assert isinstance(scheme, Leapfrog)
     old, Y = x, x - scheme.h**2 / 2 * fields[0](x)
@@ -56,7 +59,9 @@ def plain_integration(scheme: Scheme, fields: list[nn.Module], x: Tensor) -> Ten
 
 
 @pytest.mark.parametrize("backprop", ["reversible", "checkpoint", "store"])
-@pytest.mark.parametrize("name", ["verlet", "additive", "midpoint", "leapfrog"])
+@pytest.mark.parametrize(
+    "name", ["verlet", "additive", "midpoint", "leapfrog", "midpoint-half", "midpoint-minus-blend", "bdia"]
+)
 def test_gradients_are_those_of_the_formula_written_out(name: str, backprop: str) -> None:
     sequence = dense_sequence(name, 12, backprop=backprop)
     x = torch.randn(3, 4, dtype=torch.float64)
@@ -74,7 +79,7 @@ def test_gradients_match_store_at_100_blocks(name: str, backprop: str) -> None:
 
 
 @pytest.mark.parametrize("branch", IMAGE_BRANCHES)
-@pytest.mark.parametrize("name", ["verlet", "midpoint", "leapfrog", "momentum"])
+@pytest.mark.parametrize("name", ["verlet", "midpoint", "leapfrog", "momentum", "bdia"])
 def test_gradients_match_store_with_every_kind_of_branch(name: str, branch: str) -> None:
     x = torch.randn(2, 4, 5, 3, dtype=torch.float64)
     compare_with_store(lambda **o: image_sequence(name, branch, 8, **o).double(), x)
@@ -95,7 +100,7 @@ def test_gradients_match_store_in_other_dimensions(kind: str, ndim: int) -> None
 
 
 @pytest.mark.parametrize("anchor_every", [1, 3, 7, 50])
-@pytest.mark.parametrize("name", ["verlet", "midpoint-paper", "leapfrog", "momentum", "leapfrog-damped"])
+@pytest.mark.parametrize("name", ["verlet", "midpoint-paper", "leapfrog", "momentum", "leapfrog-damped", "bdia"])
 def test_gradients_match_store_between_anchors(name: str, anchor_every: int) -> None:
     x = torch.randn(2, 4, dtype=torch.float64)
     compare_with_store(lambda **o: dense_sequence(name, 20, **({"anchor_every": anchor_every} | o)), x)
@@ -105,8 +110,14 @@ def test_gradients_match_store_between_anchors(name: str, anchor_every: int) -> 
 def test_gradcheck_passes(name: str) -> None:
     sequence = dense_sequence(name, 4)
     x = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x, *_: sequence(x), (x, *sequence.parameters()), fast_mode=True)
-    assert torch.autograd.gradcheck(lambda x: sequence(x, return_state=True)[1], (x,), fast_mode=True)
+
+    def seeded(x: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
+        torch.manual_seed(0)
+        y, state = sequence(x, return_state=True)
+        return y, *state
+
+    assert torch.autograd.gradcheck(lambda *inputs: seeded(*inputs)[0], (x, *sequence.parameters()), fast_mode=True)
+    assert torch.autograd.gradcheck(lambda x: seeded(x)[1:], (x,), fast_mode=True)
 
 
 @pytest.mark.parametrize("branch", ["symmetric_lead_tanh", "antisymmetric_sigmoid", "symmetric_tv", "conv_norm_relu"])
@@ -129,8 +140,10 @@ def test_outputs_are_identical_under_all_strategies(name: str) -> None:
     ):
         torch.manual_seed(0)
         sequence = image_sequence(name, "symmetric", 6, **options)
+        torch.manual_seed(1)
         y, state = sequence(x, return_state=True)
         outputs.append((y, *state))
+        torch.manual_seed(1)
         with torch.no_grad():
             outputs.append((sequence(x), *state))
     for other in outputs[1:]:
@@ -153,7 +166,9 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
         "backprop": backprop,
         "exact": draw(st.integers(8, 16)) if exact else False,
         "anchor_every": draw(st.sampled_from([None, 1, 2, 3])),
-        "memory_budget": 4_000 * draw(st.integers(6, 20)) if backprop == "reversible" and draw(st.booleans()) else None,
+        "memory_budget": 4_000 * draw(st.integers(20, 40))
+        if backprop == "reversible" and draw(st.booleans())
+        else None,
         "layout": draw(st.sampled_from(["contiguous", "channels_last", "transposed", "sliced"])),
     }
 
@@ -182,6 +197,8 @@ def test_any_sequence_agrees_with_store_and_inverts(case: dict[str, Any]) -> Non
     tolerance = 0.0 if case["exact"] else (1e-10 if case["dtype"] is torch.float64 else 1e-3)
     compare_with_store(make, x, tolerance=tolerance)
     sequence = make().eval()
+    if not sequence.scheme.invertible or (case["exact"] and abs(sequence.scheme.carry) != 1.0):
+        return
     with torch.no_grad():
         again = sequence.inverse(sequence(x, return_state=True)[1])
     if case["exact"]:
@@ -215,6 +232,8 @@ def test_a_pair_is_continued_and_taken_back(name: str, exact: bool) -> None:
     in_two = training_step(whole, x, call=lambda x: second(first(x, return_state=True)[1]))
     at_once = training_step(whole, x)
     assert_agree(in_two, at_once, 0.0 if exact else 1e-11)
+    if not scheme.invertible or (exact and abs(scheme.carry) != 1.0):
+        return
     with torch.no_grad():
         _, middle = first(x, return_state=True)
         _, end = second(middle, return_state=True)

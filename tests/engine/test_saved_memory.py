@@ -17,7 +17,18 @@ from typing import Any
 import pytest
 import torch
 from allocations import Allocations, storages
-from branches import IMAGE_BRANCHES, SCHEMES, Conditioned, Perceptron, conv_norm_relu, small_conv, tanh_layer, width
+from branches import (
+    EXACT,
+    HALVING,
+    IMAGE_BRANCHES,
+    SCHEMES,
+    Conditioned,
+    Perceptron,
+    conv_norm_relu,
+    small_conv,
+    tanh_layer,
+    width,
+)
 from gradients import weighted_sum
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -74,7 +85,7 @@ def assert_constant(at_ten: int, at_thousand: int) -> None:
 
 
 def sequence_of(name: str, make: Callable[[int], nn.Module], num_blocks: int, **options: Any) -> ReversibleSequence:
-    scheme = SCHEMES[name]()
+    scheme = EXACT[name]()
     scheme.h = min(scheme.h, 0.02)
     fields = [make(width(scheme, 4)) for _ in range(num_blocks * scheme.fields_per_step)]
     with torch.no_grad():
@@ -117,6 +128,20 @@ class TestSavedBytes:
         x = 0.1 * torch.randn(2, 4)
         at = {n: saved_bytes(sequence_of(name, tanh_layer, n, exact=exact), x) for n in (10, 1000)}
         assert_constant(at[10], at[1000])
+
+    @pytest.mark.parametrize("name", HALVING)
+    def test_a_bit_of_each_element_and_step_is_kept_where_states_are_halved_exactly(self, name: str) -> None:
+        x = 0.1 * torch.randn(16, 20)
+        at = {n: saved_bytes(sequence_of(name, lambda _: tanh_layer(20), n, exact=True), x) for n in (10, 100)}
+        assert at[100] - at[10] == 90 * (16 * 20 // 8)
+        state = 16 * 20 * 4
+        assert at[10] <= 2 * state + 9 * state // 32 + 1024  # the final pair, a bit each, fingerprints
+
+    @pytest.mark.parametrize("name", HALVING)
+    def test_a_pair_for_every_six_steps_is_kept_where_states_are_halved_in_floats(self, name: str) -> None:
+        x = 0.1 * torch.randn(64, 20)
+        kept = saved_bytes(sequence_of(name, lambda _: tanh_layer(20), 48, verify=False), x)
+        assert kept == 8 * 2 * 64 * 20 * 4
 
     @pytest.mark.parametrize("branch", ["symmetric", "conv_norm_relu"])
     @pytest.mark.parametrize("name", ["verlet", "leapfrog"])
@@ -258,11 +283,11 @@ def evaluations(sequence: ReversibleSequence, x: Tensor, loss: Callable = weight
 
 class TestWork:
     @pytest.mark.parametrize("exact", [False, True])
-    @pytest.mark.parametrize("name", [*SCHEMES, "momentum"])
+    @pytest.mark.parametrize("name", [*EXACT, "momentum"])
     def test_each_branch_is_evaluated_once_forward_and_once_backward(self, name: str, exact: bool) -> None:
         if name == "momentum" and exact:
             pytest.skip("momentum has no exact mode")
-        scheme = Momentum(0.9) if name == "momentum" else SCHEMES[name]()
+        scheme = Momentum(0.9) if name == "momentum" else EXACT[name]()
         fields = [Counter(tanh_layer(width(scheme, 4))) for _ in range(60)]
         x = torch.randn(2, 4, requires_grad=True)
         assert evaluations(ReversibleSequence(fields, scheme, exact=exact), x) == ([1] * 60, [1] * 60)

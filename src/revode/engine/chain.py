@@ -7,6 +7,7 @@ import functools
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from revode.engine.contents import Contents, ContentsOf, hooks_hear_every_module
 from revode.engine.grid import Grid, RangeFlags, with_strides
 from revode.engine.randomness import Streams
 from revode.engine.replay import Autocast, version_of
-from revode.schemes import Rounding, Scheme
+from revode.schemes import Coupling, Rounding
 from revode.vjp import KnownField
 
 Call = Callable[[Tensor, dict[str, Any]], Any]
@@ -69,9 +70,8 @@ class Chain:
 
     Args:
         branches: the residual branches in order.
-        scheme: gives the coefficients.
+        couplings: the coefficients for each.
         grid: where states live, for exact reversing.
-        started: whether the call begins with a pair; if not, the first branch starts the scheme.
         kwargs: keyword arguments; each goes to the branches that take it.
         contents: what was found in these branches before.
         keeps_aux: whether the aux of branches that return ``(u, aux)`` is wanted.
@@ -80,17 +80,14 @@ class Chain:
     def __init__(
         self,
         branches: Sequence[nn.Module],
-        scheme: Scheme,
+        couplings: Sequence[Coupling],
         grid: Grid | None,
-        started: bool,
         kwargs: dict[str, Any],
         contents: ContentsOf,
         keeps_aux: bool = False,
     ) -> None:
         self.branches = list(branches)
-        self.couplings = [scheme.coupling(index) for index in range(len(self.branches))]
-        if not started:
-            self.couplings[0] = scheme.starting()
+        self.couplings = list(couplings)
         self.grid = grid
         self.kwargs = kwargs
         self.traced = torch.compiler.is_compiling()
@@ -230,23 +227,45 @@ class Chain:
             u = u.to(q.dtype)
         return with_strides(u, q.stride()), aux
 
+    def _halves(self, index: int) -> Grid | None:
+        """The grid, if the coupling at `index` carries on half of the old state there."""
+        return None if self.couplings[index].carries_whole else self.grid
+
+    def _on_grid(self, index: int) -> Coupling:
+        """The coupling at `index` as it is applied: to m of p = 2 m + b, where it halves p on the grid."""
+        coupling = self.couplings[index]
+        return coupling if self._halves(index) is None else replace(coupling, carry=2.0 * coupling.carry)
+
+    def parity(self, index: int, p: Tensor) -> Tensor | None:
+        """What ``retreat`` needs beside the pair to find p again: the bits that ``advance`` drops of it."""
+        grid = self._halves(index)
+        return None if grid is None else grid.parity(p)
+
     def advance(self, index: int, p: Tensor | None, q: Tensor, u: Tensor, *, over_u: bool = False) -> Tensor:
         """The next state, in the strides of this one, and inside the grid's range; written over u if nobody else needs it."""
-        q_next = self.couplings[index].step(p, q, u, self._rounding(over_u), u if over_u else None)
+        halves = self._halves(index)
+        m = p if halves is None or p is None else halves.halve(p)
+        q_next = self._on_grid(index).step(m, q, u, self._rounding(over_u), u if over_u else None)
         q_next = with_strides(q_next, q.stride())
         if self.range_flags is not None:
             self.range_flags.note(q_next, f"after {self.name(index)}")
         return q_next
 
+    def retreat(
+        self, index: int, q: Tensor, q_next: Tensor, u: Tensor, parity: Tensor | None = None, *, over_u: bool = False
+    ) -> Tensor:
+        """The state before: ``advance`` undone."""
+        p = self._on_grid(index).reverse(q, q_next, u, self._rounding(over_u), u if over_u else None)
+        halves = self._halves(index)
+        if halves is not None:
+            assert parity is not None
+            p = halves.double(p, parity)
+        return with_strides(p, q.stride())
+
     def close(self) -> None:
         """Have the range of all states so far judged."""
         if self.range_flags is not None:
             self.range_flags.close()
-
-    def retreat(self, index: int, q: Tensor, q_next: Tensor, u: Tensor, *, over_u: bool = False) -> Tensor:
-        """The state before: ``advance`` undone."""
-        p = self.couplings[index].reverse(q, q_next, u, self._rounding(over_u), u if over_u else None)
-        return with_strides(p, q.stride())
 
     def _rounding(self, in_place: bool) -> Rounding | None:
         if self.grid is None:

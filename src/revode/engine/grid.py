@@ -2,7 +2,8 @@
 
 On multiples of 2^-k, additions and subtractions of floating-point numbers with t mantissa bits are exact while the result
 stays below 2^(t-k) in magnitude. So if a state lives on the grid and every increment is rounded to it before it is added,
-q' = ±p + φ and p = ±(q' - φ) are exact inverses, bit for bit, at any depth.
+q' = ±p + φ and p = ±(q' - φ) are exact inverses, bit for bit, at any depth. Half of a grid point is m of p = 2 m + b: m is
+carried on, and the bit b is kept.
 """
 
 from __future__ import annotations
@@ -44,6 +45,24 @@ class _RoundToGrid(torch.autograd.Function):
         return g if ctx.gain == 1.0 else g * ctx.gain, None, None
 
 
+class _HalveOnGrid(torch.autograd.Function):
+    """The largest grid point that is at most x / 2, with the gradient of x / 2."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, scale: float) -> Tensor:
+        return torch.mul(x, 0.5 * scale).floor_().mul_(1.0 / scale)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        return grad_outputs[0] * 0.5, None
+
+
 class _GradientInStrides(torch.autograd.Function):
     """x, whose gradient is laid out as x is."""
 
@@ -74,6 +93,10 @@ def with_strides(x: Tensor, strides: tuple[int, ...]) -> Tensor:
     return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
 
 
+def _shifts(device: torch.device) -> Tensor:
+    return torch.arange(8, device=device, dtype=torch.uint8)
+
+
 class Grid:
     """Multiples of 2^-bits.
 
@@ -100,6 +123,22 @@ class Grid:
     def round_(self, x: Tensor, gain: float = 1.0) -> Tensor:
         """``round``, written over x; without a gradient."""
         return x.mul_(gain * 2.0**self.bits).round_().mul_(2.0**-self.bits)
+
+    def halve(self, x: Tensor) -> Tensor:
+        """m of x = 2 m + b, where b is 0 or one step of the grid; the gradient is that of x / 2."""
+        return _HalveOnGrid.apply(x, 2.0**self.bits)  # type: ignore[return-value]
+
+    def parity(self, x: Tensor) -> Tensor:
+        """The bits b of x = 2 m + b, eight to a byte."""
+        steps = torch.mul(x.detach().reshape(-1), 2.0**self.bits)
+        odd = (steps - 2.0 * torch.floor(0.5 * steps)).to(torch.uint8)
+        odd = torch.nn.functional.pad(odd, (0, -odd.numel() % 8)).view(-1, 8)
+        return (odd << _shifts(x.device)).sum(1, dtype=torch.uint8)
+
+    def double(self, m: Tensor, parity: Tensor) -> Tensor:
+        """2 m + b: what ``halve`` and ``parity`` were made from."""
+        odd = ((parity[:, None] >> _shifts(m.device)) & 1).view(-1)[: m.numel()].view(m.shape)
+        return torch.add(2.0 * m, odd.to(m.dtype), alpha=2.0**-self.bits)
 
     def check_on_grid(self, state: Tensor, where: str) -> None:
         """``check``, and that every value is a grid point."""

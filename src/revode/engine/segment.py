@@ -25,7 +25,7 @@ from revode.engine.contents import hooks_hear_every_module
 from revode.engine.grid import with_strides
 from revode.engine.replay import Autocast, Replay, call_traced, version_of
 from revode.engine.tracing import RefuseRandom, compilation_is_possible, eagerly, refuse_unrepeatable
-from revode.schemes import State
+from revode.schemes import Factor, State, is_number, times
 from revode.vjp import KnownField
 
 
@@ -80,6 +80,11 @@ class ReversibleSegment:
     def run(self, p: Tensor | None, q: Tensor) -> tuple[State, list[Any]]:
         """The pair at the end, and the aux of each branch if that is wanted."""
         arguments = [argument.detach() for argument in self.arguments]
+        if self.chain.traced and any(isinstance(coupling.carry, Tensor) for coupling in self.chain.couplings):
+            raise ValueError(
+                "a scheme that draws its coefficients cannot be compiled as part of a reversible sequence: compile the "
+                "branches themselves (torch.compile(branch)), or build it with backprop='store'"
+            )
         if self.chain.traced and self.chain.keeps_aux:
             raise ValueError(
                 "return_aux=True cannot be compiled as part of a reversible sequence: compile the branches themselves "
@@ -167,6 +172,7 @@ def _walk_forward(
     verifies = segment.warned is not None and q.numel() > 0 and arrival.can_be_judged(q)
     inverts = segment.stop - segment.start > 1
     fingerprints: list[Tensor] = []
+    parities: dict[int, Tensor] = {}
     known = {}
     aux_outputs: list[Tensor] = []
     for index in range(segment.start, segment.stop):
@@ -183,13 +189,17 @@ def _walk_forward(
             fingerprints.append(arrival.fingerprint(q, exactly))
             if field is None:
                 fingerprints.append(arrival.fingerprint(u, exactly))
+        if p is not None and index > segment.start:
+            parity = chain.parity(index, p)
+            if parity is not None:
+                parities[index] = parity
         p, q = q, chain.advance(index, p, q, u, over_u=field is not None)
     ctx.segment, ctx.replay, ctx.known, ctx.traced = segment, replay, known, chain.traced
     ctx.versions = None if chain.traced else segment.versions()
-    ctx.num_fingerprints = len(fingerprints)
+    ctx.num_fingerprints, ctx.with_parity = len(fingerprints), list(parities)
     # Compiled, there are no versions to look at; autograd looks at those of what it saves itself.
     inputs = tensors[len(arguments) :] if chain.traced else ()
-    ctx.save_for_backward(p, q if inverts else None, *fingerprints, *arguments, *inputs)
+    ctx.save_for_backward(p, q if inverts else None, *fingerprints, *parities.values(), *arguments, *inputs)
     if aux_outputs:
         ctx.mark_non_differentiable(*(t for t in aux_outputs if not (t.is_floating_point() or t.is_complex())))
     assert p is not None
@@ -211,6 +221,8 @@ def _walk_back(ctx: Any, *grad_outputs: Any) -> Any:
             "build this ReversibleSequence with backprop='store'"
         )
     fingerprints, saved = saved[: ctx.num_fingerprints], saved[ctx.num_fingerprints :]
+    parities = dict(zip(ctx.with_parity, saved, strict=False))
+    saved = saved[len(parities) :]
     if ctx.versions is not None:
         segment.check_unchanged(ctx.versions)
     if not (chain.traced or _graph_is_retained()):
@@ -233,12 +245,12 @@ def _walk_back(ctx: Any, *grad_outputs: Any) -> Any:
         elif needs_value or gq is not None or any(g is not None for g in g_aux):
             u, products = _differentiate_by_autograd(segment, replay, index, q, arguments, inputs, gq, g_aux)
         if needs_value:
-            p = chain.retreat(index, q, q_next, u, over_u=known is not None)
+            p = chain.retreat(index, q, q_next, u, parities.get(index), over_u=known is not None)
         coupling = chain.couplings[index]
         gp, gq = gq, gp
         if gp is not None:
-            gq = _plus(gq, gp, coupling.keep) if coupling.keep else gq
-            gp = gp * coupling.carry if coupling.carry != 1.0 else gp
+            gq = _plus_kept(gq, gp, coupling.keep, chain.grid is not None)
+            gp = None if is_number(coupling.carry, 0.0) else times(gp, coupling.carry)
         if products:
             gq = _plus(gq, products[0], scale, over_b=known is not None)
             for slot, grad in zip(segment.slots[index], products[1:], strict=True):
@@ -342,6 +354,15 @@ def _plus(a: Tensor | None, b: Tensor | None, scale: float = 1.0, *, over_b: boo
     return torch.add(a, b, alpha=scale, out=out)
 
 
+def _plus_kept(gq: Tensor | None, gp: Tensor, keep: Factor, to_the_bit: bool) -> Tensor | None:
+    """gq + keep * gp; in two roundings, as autograd does it, where bits must be those of stored segments."""
+    if is_number(keep, 0.0):
+        return gq
+    if isinstance(keep, Tensor) or to_the_bit:
+        return _plus(gq, times(gp, keep))
+    return _plus(gq, gp, keep)
+
+
 def _still_known(field: KnownField | None, parameters: dict[str, Tensor]) -> KnownField | None:
     """The field, if it still holds the parameters of the forward pass (``torch.func.functional_call`` lends others)."""
     if field is None or any(a is not b for a, b in zip(field.tensors(), parameters.values(), strict=True)):
@@ -367,7 +388,8 @@ def _differentiate(
     dtype = replay.autocast.compute_dtype(q)
     # Scaling the products spares a pass over gq. But on the grid, bits must be those of stored segments, and float16 has no
     # range to spare for what is scaled only later.
-    g, scale = (gq, gain) if chain.grid is None and dtype == q.dtype else (gq * gain, 1.0)
+    later = chain.grid is None and dtype == q.dtype and isinstance(gain, float)
+    g, scale = (gq, gain) if later else (gq * gain, 1.0)
     with replay.autocast.disabled():  # the field casts by itself
         u, g_state, g_parameters = known.vjp(q, with_strides(g, q.stride()), dtype, needs_value)
     return None if u is None else u.to(q.dtype), [g_state, *g_parameters], scale
@@ -401,7 +423,7 @@ def _differentiate_by_autograd(
         again = _again(chain, replay, index, lent)
         u, aux = chain.evaluate(index, inside, segment.kwargs(arguments), again, replay.autocast)
     wrt = [leaf, *own, *(arguments[i] for i in segment.differentiable)]
-    gu = None if gq is None else with_strides(gq if gain == 1.0 else gq * gain, q.stride())
+    gu = None if gq is None else with_strides(times(gq, gain), q.stride())
     pairs = [(u, gu), *zip(tensor_leaves(aux), g_aux, strict=True)] if g_aux else [(u, gu)]
     outputs = [(tensor, g) for tensor, g in pairs if g is not None and tensor.requires_grad]
     if not outputs:

@@ -145,13 +145,13 @@ class ReversibleSequence(nn.Module):
             kwargs: as for ``forward``.
         """
         state = self._enter(x)
-        chain = self._chain(*state, kwargs)
+        chain = self._chain_from(*state, kwargs)
         autocast = Autocast(state[1].device.type)
         state = (yield state) or state
         for index in range(len(self.fields)):
             p, q = state
             u, _ = chain.evaluate(index, q, kwargs, self._stored_call(chain, index, autocast), autocast)
-            state = q, chain.advance(index, p, q, self._stored(u))
+            state = q, chain.advance(index, p, q, self._stored(chain, u))
             chain.close()
             state = (yield state) or state
 
@@ -164,12 +164,13 @@ class ReversibleSequence(nn.Module):
             kwargs: what forward was given.
         """
         q, q_next = self._check_pair(state)
+        self._check_invertible()
         if self.grid is not None:
             self.grid.check_on_grid(q, "in state[0]")
             self.grid.check_on_grid(q_next, "in state[1]")
         q = q.clone()  # what a branch is given must not be the caller's
         started = self.scheme.splits if started is None else started
-        chain = Chain(list(self.fields), self.scheme, self.grid, started, kwargs, self._contents)
+        chain = self._chain(q, started, kwargs)
         autocast = Autocast(q.device.type)
         yield q, q_next
         for index in reversed(range(0 if started else 1, len(self.fields))):
@@ -195,9 +196,38 @@ class ReversibleSequence(nn.Module):
             return q if p is None else (p, q)
         return self.scheme.undo_init((p, q), self.split_dim)
 
-    def _chain(self, p: Tensor | None, q: Tensor, kwargs: dict[str, Any], keeps_aux: bool = False) -> Chain:
+    def _check_invertible(self) -> None:
+        if not self.scheme.invertible:
+            raise ValueError(
+                f"{self.scheme!r} cannot be inverted: "
+                + (
+                    "it draws its coefficients in training, and is a plain residual network in eval mode"
+                    if self.scheme.draws
+                    else "it carries nothing of the older state on"
+                )
+            )
+        if self.grid is not None and abs(self.scheme.carry) != 1.0:
+            raise ValueError(
+                f"exact={self.grid.bits} with {self.scheme!r} cannot be inverted from the final pair alone, since a bit of "
+                "each element and step is kept beside it: use exact=False"
+            )
+
+    def scheme_now(self) -> Scheme:
+        """The scheme that a call in the present mode runs: in eval mode it may be another."""
+        return self.scheme if self.training else self.scheme.in_eval()
+
+    def _grid_now(self) -> Grid | None:
+        return self.grid if self.scheme_now().invertible_exactly else None
+
+    def _chain(self, q: Tensor, started: bool, kwargs: dict[str, Any], keeps_aux: bool = False) -> Chain:
+        """A call on states like this one."""
+        fields = list(self.fields)
+        couplings = self.scheme_now().couplings(len(fields), q, started)
+        return Chain(fields, couplings, self._grid_now(), kwargs, self._contents, keeps_aux)
+
+    def _chain_from(self, p: Tensor | None, q: Tensor, kwargs: dict[str, Any], keeps_aux: bool = False) -> Chain:
         """A call that starts from this pair."""
-        chain = Chain(list(self.fields), self.scheme, self.grid, p is not None, kwargs, self._contents, keeps_aux)
+        chain = self._chain(q, p is not None, kwargs, keeps_aux)
         for state in (p, q):
             if chain.range_flags is not None and state is not None:
                 chain.range_flags.note(state, "at entry")
@@ -218,7 +248,8 @@ class ReversibleSequence(nn.Module):
             raise ValueError(f"a state must be a floating-point tensor, got dtype {x.dtype}")
         if x.dtype in (torch.float16, torch.bfloat16) and Autocast(x.device.type).enabled:
             x = x.float()
-        return x.clone() if self.grid is None else self.grid.round(x)
+        grid = self._grid_now()
+        return x.clone() if grid is None else grid.round(x)
 
     def _check_input(self, x: Any) -> None:
         if not isinstance(x, Tensor):
@@ -240,7 +271,7 @@ class ReversibleSequence(nn.Module):
         """Walk all couplings: as part of a graph that is being traced, or eagerly."""
         if torch.compiler.is_compiling():
             allow_tracing()
-            return self._walk(self._chain(p, q, kwargs, keeps_aux), p, q)
+            return self._walk(self._chain_from(p, q, kwargs, keeps_aux), p, q)
         walk = (
             eagerly(ReversibleSequence._walk_eagerly) if compilation_is_possible() else ReversibleSequence._walk_eagerly
         )
@@ -250,7 +281,7 @@ class ReversibleSequence(nn.Module):
         self, p: Tensor | None, q: Tensor, kwargs: dict[str, Any], keeps_aux: bool
     ) -> tuple[State, list[Any]]:
         arrival.check_arrived()
-        chain = self._chain(p, q, kwargs, keeps_aux)
+        chain = self._chain_from(p, q, kwargs, keeps_aux)
         try:
             return self._walk(chain, p, q)
         finally:  # a state out of range explains what a branch then makes of it
@@ -271,7 +302,7 @@ class ReversibleSequence(nn.Module):
         length = self.segment_length()
         if num_stored < total and length > 1:
             _warn_of_half_precision(q.dtype)
-        separate = self.grid is not None and length < total - num_stored
+        separate = chain.grid is not None and length < total - num_stored
         warned = self._warned if self.verify else None
         for start in range(num_stored, total, length):
             stop = min(start + length, total)
@@ -299,11 +330,11 @@ class ReversibleSequence(nn.Module):
         u, found = chain.evaluate(index, q, chain.kwargs, call, autocast)
         if chain.keeps_aux:
             aux.append(found)
-        return self._stored(u)
+        return self._stored(chain, u)
 
     def _stored_call(self, chain: Chain, index: int, autocast: Autocast) -> Call:
         branch = chain.branches[index]
-        if self.grid is None or not torch.is_grad_enabled():
+        if chain.grid is None or not torch.is_grad_enabled():
             return lambda q, kwargs: branch(q, **kwargs)
         return lambda q, kwargs: call_stored(chain, branch, q, kwargs, autocast)
 
@@ -313,9 +344,9 @@ class ReversibleSequence(nn.Module):
             return lambda q, kwargs: call_traced_without_noise(branch, q, kwargs)
         return lambda q, kwargs: call_to_invert(chain.contents(index), q, kwargs, chain.streams)
 
-    def _stored(self, u: Tensor) -> Tensor:
+    def _stored(self, chain: Chain, u: Tensor) -> Tensor:
         """u as part of a stored segment: on the grid, gradients must be the engine's to the bit."""
-        return u if self.grid is None or not u.requires_grad else gradient_in_strides(u)
+        return u if chain.grid is None or not u.requires_grad else gradient_in_strides(u)
 
     def _store_within_budget(
         self, chain: Chain, p: Tensor | None, q: Tensor, budget: int, aux: list[Any]
@@ -337,15 +368,15 @@ class ReversibleSequence(nn.Module):
                 "memory_budget is kept by measuring the branches as they run, which torch.compile cannot do: "
                 "call the uncompiled sequence once on an input of this shape first"
             )
-        total, state = len(chain.branches), q.numel() * q.element_size()
+        total = len(chain.branches)
         used = largest = index = 0
-        while index < total and (index == 0 or used + largest + self._kept_states(total - index - 1) * state <= budget):
+        while index < total and (index == 0 or used + largest + self._kept_bytes(q, total - index - 1) <= budget):
             u = self._evaluate_stored(chain, index, q, autocast, aux)
             cost = graph_bytes(u, [q, *arguments], self.parameters())
             used, largest = used + cost, max(largest, cost)
             p, q = q, chain.advance(index, p, q, u)
             index += 1
-        least = largest + self._kept_states(total - 1) * state
+        least = largest + self._kept_bytes(q, total - 1)
         if least > budget:
             raise ValueError(
                 f"memory_budget={budget} is too small to hold one block: the final pair (one for every anchor) and one "
@@ -354,18 +385,22 @@ class ReversibleSequence(nn.Module):
         self._num_stored[kind] = index
         return index, (p, q)
 
-    def _kept_states(self, num_reversed: int) -> int:
-        """States that are kept when so many branches at the end are not stored; the final pair in any case."""
-        return max(2, states_kept(num_reversed, self.segment_length()))
+    def _kept_bytes(self, q: Tensor, num_reversed: int) -> int:
+        """Bytes kept when so many branches at the end are not stored: pairs, and bits of states that are halved on the grid."""
+        states = max(2, states_kept(num_reversed, self.segment_length()))
+        halves = self._grid_now() is not None and abs(self.scheme_now().carry) != 1.0
+        return states * q.numel() * q.element_size() + halves * num_reversed * math.ceil(q.numel() / 8)
 
     def segment_length(self) -> int:
         """How many branches a reversible segment holds: all, or as many as lie between two anchors."""
         if self.backprop == "checkpoint":
             return 1
+        carry = abs(self.scheme_now().carry)
+        if carry == 0.0:
+            return 1
         if self.anchor_every is not None:
             return self.anchor_every * self.scheme.fields_per_step
-        carry = abs(self.scheme.carry)
-        if carry == 1.0:
+        if carry == 1.0 or self._grid_now() is not None:
             return len(self.fields)
         return max(1, math.floor(math.log(ROUNDING_GROWTH) / -math.log(carry))) * self.scheme.fields_per_step
 
@@ -426,7 +461,7 @@ def _check_arguments(
         raise ValueError(f"backprop must be one of {', '.join(map(repr, STRATEGIES))}, got {backprop!r}")
     if exact is not False and not scheme.invertible_exactly:
         raise ValueError(
-            f"exact={exact!r} needs a scheme that adds and subtracts only; {scheme!r} scales the old state by "
+            f"exact={exact!r} needs a scheme that carries the old state on, or half of it; {scheme!r} scales it by "
             f"{scheme.carry:g} at each step: use exact=False"
         )
     if split_dim is not None and (not isinstance(split_dim, int) or isinstance(split_dim, bool)):
