@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from revode.conversion import convert as convert
+    from revode.conversion import revert as revert
     from revode.engine import ReversalError as ReversalError
     from revode.engine import ReversibleSequence as ReversibleSequence
     from revode.engine import check as check
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
     from revode.schemes import Verlet as Verlet
 
 _HOMES = {
+    "convert": "revode.conversion",
+    "revert": "revode.conversion",
     "ReversalError": "revode.engine",
     "ReversibleSequence": "revode.engine",
     "check": "revode.engine",

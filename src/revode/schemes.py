@@ -59,6 +59,11 @@ class Coupling:
         """Whether the old state is carried as it is, with either sign, or not at all."""
         return isinstance(self.carry, float) and abs(self.carry) in (0.0, 1.0)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether this is the step q + F(q) of a plain residual network."""
+        return is_number(self.carry, 0.0) and is_number(self.keep, 1.0) and is_number(self.gain, 1.0)
+
     def phi(self, q: Tensor, u: Tensor, rounding: Rounding | None, out: Tensor | None) -> Tensor:
         """keep * q + gain * u, rounded if asked; the same bits for ``step`` and ``reverse``."""
         if rounding is None:

@@ -41,6 +41,12 @@ def tensor_leaves(tree: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
+class ResidualBranch(nn.Module):
+    """A branch F(q) = W(q) - q that holds W as ``whole``, so that a plain step q + F(q) is W(q) to the bit."""
+
+    whole: Any
+
+
 class Template:
     """A nest of dicts, lists and tuples without its tensors, to be filled with others.
 

@@ -480,8 +480,9 @@ def _look_at_graph(chain: Chain, index: int, outputs: Sequence[Tensor], leaves: 
                 f"{chain.name(index)} uses a tensor of shape {tuple(variable.shape)} that requires grad but is neither its "
                 "parameter nor a keyword argument: register it, or pass it as a keyword argument, to get its gradient"
             )
-    contents = chain.contents(index)
-    if contents.has_skip is None:
+    contents, coupling = chain.contents(index), chain.couplings[index]
+    adds_states = not (is_number(coupling.carry, 0.0) and is_number(coupling.keep, 0.0))
+    if contents.has_skip is None and adds_states:
         contents.has_skip = _adds_its_input(outputs[0], leaves[0])
         if contents.has_skip and chain.warns_of_skips():
             warnings.warn(

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from revode.engine import arrival
 from revode.engine.accounting import graph_bytes
-from revode.engine.chain import Call, Chain, tensor_leaves
+from revode.engine.chain import Call, Chain, ResidualBranch, tensor_leaves
 from revode.engine.contents import ContentsOf
 from revode.engine.grid import Grid, gradient_in_strides, with_strides
 from revode.engine.replay import Autocast, call_to_invert, call_traced_without_noise
 from revode.engine.segment import ReversibleSegment, call_stored
 from revode.engine.tracing import allow_tracing, compilation_is_possible, eagerly, whole_or_eager
-from revode.schemes import OpenState, Scheme, State
+from revode.schemes import Coupling, OpenState, Scheme, State
 
 STRATEGIES = ("reversible", "checkpoint", "store")
 STRATEGY_OPTIONS = ("backprop", "exact", "anchor_every", "memory_budget", "split_dim", "verify")
@@ -223,6 +223,9 @@ class ReversibleSequence(nn.Module):
         """A call on states like this one."""
         fields = list(self.fields)
         couplings = self.scheme_now().couplings(len(fields), q, started)
+        for index, (field, coupling) in enumerate(zip(fields, couplings, strict=True)):
+            if coupling.is_plain and isinstance(field, ResidualBranch):
+                fields[index], couplings[index] = field.whole, Coupling(0.0, 0.0, 1.0)
         return Chain(fields, couplings, self._grid_now(), kwargs, self._contents, keeps_aux)
 
     def _chain_from(self, p: Tensor | None, q: Tensor, kwargs: dict[str, Any], keeps_aux: bool = False) -> Chain:

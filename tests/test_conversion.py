@@ -1,0 +1,355 @@
+"""Models that exist already, converted and reverted: torch's own, plain ones, and those of transformers if it is there."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import revode
+from revode import BDIA, AdditiveCoupling, MidPoint
+from revode.engine.accounting import SavedTensors
+
+BLEND = MidPoint(0.5, blend=0.5)
+
+
+class Block(nn.Module):
+    """A pre-norm residual perceptron; returns a tuple if asked."""
+
+    def __init__(self, width: int, as_tuple: bool = False) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.drop = nn.Dropout(0.1)
+        self.as_tuple = as_tuple
+
+    def forward(self, x: Tensor, scale: Tensor | None = None, *, shift: float = 0.0) -> Any:
+        y = self.drop(self.down(torch.tanh(self.up(self.norm(x)) + shift)))
+        y = x + (y if scale is None else y * scale)
+        return (y, None) if self.as_tuple else y
+
+
+class Perceptron(nn.Module):
+    """A loop over blocks of one's own, with positional and keyword arguments."""
+
+    def __init__(self, width: int = 6, depth: int = 7, as_tuple: bool = False, num_run: int | None = None) -> None:
+        super().__init__()
+        self.enter = nn.Linear(3, width)
+        self.body = nn.ModuleDict({"blocks": nn.ModuleList(Block(width, as_tuple) for _ in range(depth))})
+        self.leave = nn.Linear(width, 2)
+        self.scale = nn.Parameter(torch.ones(width))
+        self.num_run = num_run
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.body["blocks"][: self.num_run] if self.num_run else self.body["blocks"]:
+            y = block(x, self.scale, shift=0.1)
+            x = y[0] if isinstance(y, tuple) else y
+        return self.leave(x)
+
+
+class Stage(nn.Module):
+    """Blocks as in a ResNet's stage: the first changes the shape, an activation follows the sum."""
+
+    class Basic(nn.Module):
+        def __init__(self, wide: int, width: int) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(wide, width, 3, padding=1)
+            self.norm = nn.BatchNorm2d(width)
+            self.skip = nn.Conv2d(wide, width, 1) if wide != width else nn.Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.relu(self.norm(self.conv(x)) + self.skip(x))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer1 = nn.Sequential(Stage.Basic(3, 4), *(Stage.Basic(4, 4) for _ in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer1(x).mean((2, 3))
+
+
+def encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True, norm_first=True)
+    return nn.TransformerEncoder(layer, 5, enable_nested_tensor=False)
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], str, dict[str, Any], tuple[int, ...]]] = {
+    "perceptron": (Perceptron, "body.blocks", {}, (4, 3)),
+    "tuples": (lambda: Perceptron(as_tuple=True), "body.blocks", {}, (4, 3)),
+    "some of the blocks": (Perceptron, "body.blocks", {"blocks": slice(1, -2)}, (4, 3)),
+    "fewer blocks run": (lambda: Perceptron(num_run=4), "body.blocks", {}, (4, 3)),
+    "sequential": (lambda: nn.Sequential(*(Block(6) for _ in range(5))), "", {}, (4, 6)),
+    "resnet stage": (Stage, "layer1", {"blocks": slice(1, None)}, (2, 3, 5, 5)),
+    "encoder": (encoder, "layers", {}, (3, 4, 8)),
+}
+
+
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest) -> Any:
+    make, path, options, shape = CASES[request.param]
+    torch.manual_seed(0)
+    return make(), path, options, torch.randn(shape)
+
+
+def gradients(model: nn.Module, x: Tensor) -> dict[str, Tensor | None]:
+    model.zero_grad()
+    torch.manual_seed(1)
+    y = model(x)
+    y.square().sum().backward()
+    return {"output": y.detach()} | {name: p.grad for name, p in model.named_parameters()}
+
+
+def assert_close(ours: dict[str, Tensor | None], reference: dict[str, Tensor | None], tolerance: float) -> None:
+    assert ours.keys() == reference.keys()
+    for name, value in reference.items():
+        if value is None or ours[name] is None:
+            assert not any(t is not None and t.any() for t in (value, ours[name])), name
+            continue
+        assert float((ours[name] - value).norm()) <= tolerance * max(1e-3, float(value.norm())), name
+
+
+def test_in_eval_mode_bdia_is_the_model_itself_to_the_bit(case: Any) -> None:
+    model, path, options, x = case
+    converted = revode.convert(copy.deepcopy(model), path, **options).eval()
+    model.eval()
+    with torch.no_grad():
+        assert torch.equal(converted(x), model(x))
+    assert torch.equal(converted(x.clone().requires_grad_()), model(x.clone().requires_grad_()))
+    assert_close(gradients(converted.double(), x.double()), gradients(model.double(), x.double()), 1e-12)
+
+
+def test_keys_and_parameters_stay_and_revert_undoes_it(case: Any) -> None:
+    model, path, options, x = case
+    plain = copy.deepcopy(model)
+    before = dict(model.named_parameters())
+    assert revode.convert(model, path, **options) is model
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert all(p is before[name] for name, p in model.named_parameters())
+    model(x).sum().backward()
+    with pytest.raises(ValueError, match="converted already"):
+        revode.convert(model, path, **options)
+    assert revode.revert(model) is model
+    assert [type(m) for m in model.modules()] == [type(m) for m in plain.modules()]
+    plain.load_state_dict(model.state_dict())
+    assert torch.equal(model.eval()(x), plain.eval()(x))
+    with pytest.raises(ValueError, match="no converted blocks"):
+        revode.revert(model)
+
+
+@pytest.mark.parametrize("scheme", [BDIA(), BLEND, MidPoint(0.3)], ids=repr)
+def test_gradients_in_training_are_those_of_store(case: Any, scheme: Any) -> None:
+    model, path, options, x = case
+    model, x = model.double(), x.double()
+    stored = revode.convert(copy.deepcopy(model), path, scheme, backprop="store", **options)
+    ours = revode.convert(model, path, scheme, **options)
+    reference = gradients(stored, x)
+    assert_close(gradients(ours, x), reference, 1e-9)
+    assert sum(value is not None for value in reference.values()) > 4
+    exact = revode.convert(revode.revert(ours), path, scheme, exact=True, **options)
+    assert_close(gradients(exact, x), gradients(stored, x), 0.05)
+
+
+def test_it_computes_the_formula_written_out() -> None:
+    model = Perceptron(depth=6).double().eval()
+    x = torch.randn(4, 3, dtype=torch.float64)
+
+    def by_hand(x: Tensor) -> Tensor:
+        old, a, h = model.enter(x), BLEND.blend, BLEND.h
+        blocks = list(model.body["blocks"]._modules.values())
+        branch = [lambda y, block=block: block(y, model.scale, shift=0.1) - y for block in blocks]
+        new = old + h * branch[0](old)
+        for F in branch[1:]:
+            old, new = new, a * old + (1 - a) * new + (1 + a) * h * F(new)
+        return model.leave(new)
+
+    expected = by_hand(x)
+    expected.square().sum().backward()
+    reference = {"output": expected.detach()} | {name: p.grad.clone() for name, p in model.named_parameters()}
+    assert_close(gradients(revode.convert(model, "body.blocks", BLEND), x), reference, 1e-11)
+
+
+def test_copies_and_pickles_of_a_converted_model_run_on_their_own_blocks() -> None:
+    model = revode.convert(Perceptron(), "body.blocks", BLEND).eval()
+    x = torch.randn(4, 3)
+    y = model(x)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(twin(x), y)
+        with torch.no_grad():
+            for p in twin.parameters():
+                p.zero_()
+        assert not torch.equal(twin(x), y)
+    assert torch.equal(model(x), y)
+
+
+def test_a_block_that_is_replaced_runs() -> None:
+    model = revode.convert(Perceptron(), "body.blocks", BLEND).eval()
+    x = torch.randn(4, 3)
+    before = model(x)
+    model.body["blocks"][2] = Block(6).eval()
+    model(x).sum().backward()
+    assert not torch.equal(model(x), before)
+    assert model.body["blocks"][2].up.weight.grad is not None
+
+
+@pytest.mark.parametrize(("scheme", "most"), [(MidPoint(0.5), 200), (BLEND, 40), (BDIA(), 40)], ids=repr)
+def test_what_is_kept_of_48_layers(scheme: Any, most: int) -> None:
+    def kept(model: nn.Module) -> int:
+        x = torch.randn(4, 16, 32)
+        with SavedTensors([*model.parameters(), x]) as saved:
+            model(x, is_causal=True, mask=nn.Transformer.generate_square_subsequent_mask(16))
+        return saved.num_bytes
+
+    layer = nn.TransformerEncoderLayer(32, 2, 128, 0.0, "gelu", batch_first=True, norm_first=True)
+    model = nn.TransformerEncoder(layer, 48, enable_nested_tensor=False)
+    stored = kept(model)
+    assert kept(revode.convert(model, "layers", scheme, verify=False)) <= stored / most
+    if abs(scheme.carry) == 0.5:
+        exact = revode.convert(revode.revert(model), "layers", scheme, exact=True, verify=False)
+        assert kept(exact) <= stored / 100
+
+
+def test_states_of_a_model_in_bfloat16_are_in_float32() -> None:
+    torch.manual_seed(0)
+    model = Perceptron(depth=12).bfloat16().eval()
+    x = torch.randn(8, 3).bfloat16()
+    ours = gradients(revode.convert(copy.deepcopy(model), "body.blocks", BLEND), x)
+    stored = gradients(revode.convert(copy.deepcopy(model), "body.blocks", BLEND, backprop="store"), x)
+    assert ours["output"].dtype == torch.bfloat16
+    assert_close(ours, stored, 0.05)
+    plain = model(x)
+    assert torch.equal(revode.convert(model, "body.blocks")(x), plain)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda: revode.convert(Perceptron(), "body.block"),
+            r"unknown list of blocks in Perceptron 'body.block'.*body.blocks",
+        ),
+        (lambda: revode.convert(Perceptron(), "enter"), "unknown list of blocks in Perceptron 'enter'"),
+        (lambda: revode.convert(Perceptron(), "body.blocks", blocks=slice(9, None)), "chooses some of 7 blocks"),
+        (lambda: revode.convert(Perceptron(), "body.blocks", blocks=slice(0, 4, 2)), "without step"),
+        (lambda: revode.convert(Perceptron(), "body.blocks", AdditiveCoupling()), "halves the width"),
+        (lambda: revode.convert(Perceptron(), "body.blocks", backprop="rev"), "backprop must be one of"),
+        (
+            lambda: revode.convert(Stage(), "layer1")(torch.randn(2, 3, 5, 5)),
+            r"layer1.0 makes shape \(2, 4, 5, 5\).*slice\(1",
+        ),
+        (lambda: revode.convert(Perceptron(), "body.blocks").body["blocks"][2:], "cannot be sliced"),
+    ],
+)
+def test_what_cannot_be_converted_gets_one_sentence(change: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        change()
+
+
+def test_a_pair_of_each_input_runs_blocks_two_by_two() -> None:
+    model = Perceptron(depth=6).double().eval()
+    x = torch.randn(4, 3, dtype=torch.float64)
+    scheme = AdditiveCoupling(start="duplicate")
+    stored = revode.convert(copy.deepcopy(model), "body.blocks", scheme, backprop="store")
+    assert_close(gradients(revode.convert(model, "body.blocks", scheme), x), gradients(stored, x), 1e-11)
+
+
+needs_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+)
+
+
+def pretrained(kind: str) -> tuple[Any, str, dict[str, Tensor]]:
+    """A tiny random model of transformers, the path of its blocks, and inputs."""
+    import transformers as t
+
+    torch.manual_seed(0)
+    tokens = {"input_ids": torch.randint(50, (3, 9))}
+    sizes = {
+        "vocab_size": 50,
+        "hidden_size": 16,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+    }
+    if kind == "gpt2":
+        config = t.GPT2Config(
+            vocab_size=50, n_embd=16, n_layer=5, n_head=2, n_positions=32, bos_token_id=0, eos_token_id=0
+        )
+        return t.GPT2LMHeadModel(config), "transformer.h", tokens
+    if kind == "llama":
+        return t.LlamaForCausalLM(t.LlamaConfig(**sizes, num_key_value_heads=2)), "model.layers", tokens
+    if kind == "bert":
+        return t.BertForMaskedLM(t.BertConfig(**sizes)), "bert.encoder.layer", tokens
+    del sizes["vocab_size"]
+    model = t.ViTForImageClassification(t.ViTConfig(**sizes, image_size=8, patch_size=4))
+    path = next(name for name, module in model.named_modules() if type(module) is nn.ModuleList)
+    return model, path, {"pixel_values": torch.randn(3, 3, 8, 8)}
+
+
+def model_gradients(model: Any, inputs: dict[str, Tensor], **options: Any) -> dict[str, Tensor | None]:
+    model.zero_grad()
+    torch.manual_seed(1)
+    y = model(**inputs, **options).logits
+    y.square().sum().backward()
+    return {"output": y.detach()} | {name: p.grad for name, p in model.named_parameters()}
+
+
+@needs_transformers
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "bert", "vit"])
+def test_models_of_transformers(kind: str) -> None:
+    model, path, inputs = pretrained(kind)
+    inputs = {name: value.double() if value.is_floating_point() else value for name, value in inputs.items()}
+    model = model.double().eval()
+    quiet = {} if kind == "vit" else {"use_cache": False}
+    with torch.no_grad():
+        plain = model(**inputs).logits
+    reference = model_gradients(model, inputs, **quiet)
+    revode.convert(model, path)
+    with torch.no_grad():
+        assert torch.equal(model(**inputs).logits, plain)
+    assert_close(model_gradients(model, inputs, **quiet), reference, 1e-11)
+    model.train()
+    ours = model_gradients(model, inputs, **quiet)
+    stored = revode.convert(revode.revert(model), path, backprop="store")
+    assert_close(ours, model_gradients(stored, inputs, **quiet), 1e-9)
+    with pytest.raises(ValueError, match=r"asked for hidden_states.*output_hidden_states"):
+        model(**inputs, output_hidden_states=True)
+
+
+@needs_transformers
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("scheme", [BDIA(), BLEND], ids=repr)
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_a_cache_serves_generation_and_is_left_out_of_training(kind: str, scheme: Any) -> None:
+    model, path, inputs = pretrained(kind)
+    model = revode.convert(model.double().eval(), path, scheme)
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    cached = model.generate(**inputs, **options)
+    assert torch.equal(cached, model.generate(**inputs, **options, use_cache=False))
+    model.train()
+    with pytest.warns(UserWarning, match="leave the cache empty"):
+        ours = model_gradients(model, inputs)
+    assert_close(ours, model_gradients(model, inputs, use_cache=False), 1e-12)
+
+
+@needs_transformers
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_fewer_layers_and_checkpointing_asked_of_a_converted_model() -> None:
+    model, path, inputs = pretrained("llama")
+    model = model.double().train()
+    model.config.num_hidden_layers = 3
+    with torch.no_grad():
+        plain = model.eval()(**inputs, use_cache=False).logits
+        assert torch.equal(revode.convert(model, path)(**inputs, use_cache=False).logits, plain)
+    model.train()
+    reference = model_gradients(model, inputs, use_cache=False)
+    assert reference["model.layers.3.mlp.up_proj.weight"] is None
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert_close(model_gradients(model, inputs, use_cache=False), reference, 1e-9)
