@@ -609,3 +609,23 @@ class TestOddWorlds:
         with pytest.raises(ValueError, match=r"draws random numbers on the device .*backprop='store'"):
             sequence_of(lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)))(double_input())
         sequence_of(layer)(double_input()).sum().backward()
+
+    @pytest.mark.filterwarnings("ignore")
+    @pytest.mark.parametrize("exact", [False, True])
+    def test_distributed_tensors(self, exact: bool) -> None:
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
+
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            mesh = init_device_mesh("cpu", (1,))
+            x, grads = double_input(), []
+            for backprop in ("reversible", "store"):
+                sequence = distribute_module(sequence_of(layer, backprop=backprop, exact=exact), mesh)
+                weighted = sequence(distribute_tensor(x, mesh, [Shard(0)])).square().sum()
+                weighted.backward()
+                grads.append({name: p.grad.to_local() for name, p in sequence.named_parameters()})
+            assert_agree(*grads)
+        finally:
+            dist.destroy_process_group()
