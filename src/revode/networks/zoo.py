@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, overload
 
 from revode.files import unknown
 from revode.networks.classifier import StagedClassifier, build
 from revode.networks.config import NetworkConfig
 from revode.networks.families import FAMILIES, Family
 from revode.networks.files import load_pretrained
+from revode.networks.transformer import GPT, GPTS, create_gpt
 from revode.networks.unet import UNetConfig
 
 Recipe = Callable[[], NetworkConfig]
@@ -96,7 +97,13 @@ def model_config(name: str, **options: Any) -> NetworkConfig:
     return _find(name).with_options(**options)
 
 
-def create_model(name: str, *, pretrained: str | None = None, **options: Any) -> StagedClassifier:
+@overload
+def create_model(  # pyright: ignore[reportOverlappingOverload]
+    name: Literal["gpt-mini"], *, pretrained: None = None, **options: Any
+) -> GPT: ...
+@overload
+def create_model(name: str, *, pretrained: str | None = None, **options: Any) -> StagedClassifier: ...
+def create_model(name: str, *, pretrained: str | None = None, **options: Any) -> StagedClassifier | GPT:
     """Build a network by name, with fresh weights or with trained ones.
 
     Args:
@@ -106,8 +113,10 @@ def create_model(name: str, *, pretrained: str | None = None, **options: Any) ->
         options: ``num_classes``, ``in_channels``, ``image_size``, ``blocks``, ``channels``, ``activation``, ``norm``; of
             reversible networks also ``backprop``, ``exact``, ``anchor_every``, ``memory_budget``, ``damping``; of ODE
             networks also ``h`` or ``horizon``, ``init``, ``start``, ``transition``; of U-Nets also ``scheme``. See `OdeConfig`
-            and `UNetConfig`.
+            and `UNetConfig`. ``"gpt-mini"``, which is not listed among the networks on images, takes those of `GPTConfig`.
     """
+    if name in GPTS and pretrained is None:
+        return create_gpt(name, **options)
     if pretrained is not None:
         return load_pretrained(name, pretrained, **options)
     return build(model_config(name, **options))

@@ -1,0 +1,231 @@
+"""A GPT on the engine: pre-norm blocks, rotary positions, tied embeddings, on tokens or bytes.
+
+Each of its schemes is a row of `SCHEMES`. Those that run two branches a step have attention and MLP as these two; the others
+have one branch of both, attention(x) + mlp(x + attention(x)), as in an ordinary block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from revode.engine import ReversibleSequence
+from revode.files import unknown
+from revode.schemes import BDIA, AdditiveCoupling, Leapfrog, MidPoint, Scheme, Verlet
+
+SCHEMES: dict[str, Callable[[float, float], Scheme]] = {
+    "none": lambda h, blend: MidPoint(h, blend=0.0),
+    "midpoint": lambda h, blend: MidPoint(h, blend=blend),
+    "leapfrog": lambda h, blend: Leapfrog(h),
+    "hamiltonian": lambda h, blend: Verlet(h),
+    "coupling": lambda h, blend: AdditiveCoupling(start="duplicate"),
+    "bdia": lambda h, blend: BDIA(h),
+}
+"""(h, blend) -> the scheme of this name; ``"none"`` is the plain residual network, whose activations are stored."""
+
+CHUNK = 1024
+"""Tokens whose logits exist at a time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig:
+    """What a GPT is built from.
+
+    Attributes:
+        scheme: One of `SCHEMES`.
+        h: Step size; 1 is an ordinary residual network's.
+        blend: Of the midpoint.
+        depth: Blocks of attention and MLP.
+        width: Of the states; with ``"hamiltonian"`` each branch sees half of it.
+        heads: Of each attention.
+        context: Tokens that `generate` looks back at.
+        vocabulary: Number of tokens; 256 for bytes.
+        dropout: Behind each branch.
+        sequence: Options of `ReversibleSequence`.
+    """
+
+    scheme: str = "midpoint"
+    h: float = 1.0
+    blend: float = 0.5
+    depth: int = 6
+    width: int = 128
+    heads: int = 4
+    context: int = 256
+    vocabulary: int = 256
+    dropout: float = 0.0
+    sequence: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.scheme not in SCHEMES:
+            raise unknown("scheme", self.scheme, SCHEMES)
+        for name in ("depth", "width", "heads", "context", "vocabulary"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} must be a positive number, got {value!r}")
+        if self.branch_width % (2 * self.heads):
+            raise ValueError(
+                f"a branch of width {self.branch_width} cannot have {self.heads} heads of even size: choose a width that is a "
+                f"multiple of {2 * self.heads * self.width // self.branch_width}"
+            )
+
+    @property
+    def branch_width(self) -> int:
+        """The width that a branch sees."""
+        return self.build_scheme().init(torch.empty(1, 2 * self.width))[1].shape[1] // 2
+
+    def build_scheme(self) -> Scheme:
+        return SCHEMES[self.scheme](self.h, self.blend)
+
+
+def rotate(x: Tensor) -> Tensor:
+    """Rotary positions (Su et al. 2021): pairs of features turned by an angle that grows with the place."""
+    places, half = x.shape[-2], x.shape[-1] // 2
+    rates = 10_000.0 ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
+    angles = torch.arange(places, device=x.device, dtype=torch.float32)[:, None] * rates
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
+
+
+class Attention(nn.Module):
+    """Causal self-attention behind a norm; a branch, without the skip connection."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm = nn.LayerNorm(width)
+        self.mix_in, self.mix_out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        split = self.mix_in(self.norm(x)).unflatten(-1, (3, self.heads, -1))
+        q, k, v = split.permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
+        return self.drop(self.mix_out(y.transpose(1, 2).flatten(2)))
+
+
+class MLP(nn.Module):
+    """Two layers with a GELU between, behind a norm; a branch, without the skip connection."""
+
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.down(F.gelu(self.up(self.norm(x)))))
+
+
+class Block(nn.Module):
+    """Attention and MLP as one branch: what an ordinary block adds to its input."""
+
+    def __init__(self, attention: Attention, mlp: MLP) -> None:
+        super().__init__()
+        self.attention, self.mlp = attention, mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        u = self.attention(x)
+        return u + self.mlp(x + u)
+
+
+class GPT(nn.Module):
+    """A language model whose blocks run by a scheme.
+
+    Args:
+        config: what it is built from.
+    """
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        scheme = config.build_scheme()
+        self.embedding = nn.Embedding(config.vocabulary, config.width)
+        branches: list[nn.Module] = []
+        for _ in range(config.depth):
+            attention = Attention(config.branch_width, config.heads, config.dropout)
+            mlp = MLP(config.branch_width, config.dropout)
+            branches += [attention, mlp] if scheme.fields_per_step == 2 else [Block(attention, mlp)]
+        options: dict[str, Any] = {"split_dim": -1, "backprop": "store" if config.scheme == "none" else "reversible"}
+        self.body = ReversibleSequence(branches, scheme, **(options | config.sequence))
+        self.norm = nn.LayerNorm(config.width)
+        self._initialize()
+
+    def _initialize(self) -> None:
+        """Normal weights of variance 1 / fan-in, and branches that add up to the input's scale over the depth."""
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        for name, parameter in self.body.named_parameters():
+            if parameter.dim() == 2:
+                last = name.endswith(("mix_out.weight", "down.weight"))
+                std = parameter.shape[1] ** -0.5
+                nn.init.normal_(parameter, std=std / math.sqrt(2 * self.config.depth) if last else std)
+
+    def features(self, tokens: Tensor) -> Tensor:
+        """What the tied embedding turns into logits, for each token of (batch, time)."""
+        if tokens.dim() != 2 or tokens.is_floating_point():
+            raise ValueError(
+                f"tokens must be integers of shape (batch, time), got {tokens.dtype} {tuple(tokens.shape)}"
+            )
+        return self.norm(self.body(self.embedding(tokens) * self.config.width**0.5))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """The logits of each next token."""
+        return F.linear(self.features(tokens), self.embedding.weight)
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        """The mean cross entropy, in nats, of each token given those before it. The logits never exist as a whole."""
+        x, targets = self.features(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()
+        total = x.new_zeros((), dtype=torch.float32)
+        for rows, wanted in zip(x.split(CHUNK), targets.split(CHUNK), strict=True):
+            total = total + checkpoint(_sum_of_losses, rows, self.embedding.weight, wanted, use_reentrant=False)
+        return total / targets.numel()
+
+    @torch.no_grad()
+    def generate(self, tokens: Tensor, number: int, temperature: float = 1.0) -> Tensor:
+        """The tokens, and `number` more that are drawn one by one.
+
+        Args:
+            tokens: (batch, time), at least one.
+            number: how many to add.
+            temperature: 0 takes the likeliest; above 1 is bolder.
+        """
+        if not temperature >= 0.0:
+            raise ValueError(f"temperature must not be negative, got {temperature!r}")
+        was_training = self.training
+        self.eval()
+        for _ in range(number):
+            logits = F.linear(self.features(tokens[:, -self.config.context :])[:, -1], self.embedding.weight)
+            if temperature == 0.0:
+                following = logits.argmax(-1, keepdim=True)
+            else:
+                following = torch.multinomial((logits.float() / temperature).softmax(-1), 1)
+            tokens = torch.cat((tokens, following), dim=1)
+        self.train(was_training)
+        return tokens
+
+
+def _sum_of_losses(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(x, weight).float(), targets, reduction="sum")
+
+
+GPTS: dict[str, dict[str, Any]] = {"gpt-mini": {}}
+"""Named GPTs: what differs from the defaults of `GPTConfig`."""
+
+
+def create_gpt(name: str, **options: Any) -> GPT:
+    """Build a GPT by name.
+
+    Args:
+        name: one of `GPTS`.
+        options: of `GPTConfig`; others (``backprop``, ``exact``, ``anchor_every``, ...) go to `ReversibleSequence`.
+    """
+    own = {key: options.pop(key) for key in list(options) if key in GPTConfig.__dataclass_fields__}
+    sequence = own.pop("sequence", {}) | options
+    return GPT(GPTConfig(**(GPTS[name] | own), sequence=sequence))
