@@ -1,16 +1,30 @@
 """How close a refined network is to the shallow one, with weights interpolated in time and with blocks copied.
 
-    python examples/refinement.py
+    python examples/refinement.py [--trained]
 
 The distance ||deep(x) - shallow(x)|| / ||shallow(x)|| of the last features, for networks whose kernels are smooth in time
 (`init="smooth"`, horizon 1), refined to twice their depth; 16 random images of 16x16, fp64.
+
+With --trained, what is left of the accuracy of a trained network: hamiltonian-26 after 15 epochs on the embedded digits, about
+half a minute for each row, refined to 50 and 98 layers. Accuracies are on the tenth of the training images that the recipe
+holds out; statistics of batch norms are measured on the others.
 """
+
+import argparse
+import tempfile
+from pathlib import Path
 
 import torch
 from torch import nn
+from torch.optim.swa_utils import update_bn
 
 import revode
+from revode import data
 from revode.networks import FAMILIES, StagedClassifier
+from revode.training import configure, load_run, train
+from revode.training.run import Run, choose_split
+
+TRAINED = ({"norm": "batch", "h": 1.0}, {"norm": "batch", "h": 0.3}, {"norm": "none", "h": 0.2})
 
 
 def shallow(family: str, norm: str, blocks: int) -> StagedClassifier:
@@ -40,8 +54,7 @@ def distance(deep: nn.Module, model: nn.Module, x: torch.Tensor) -> float:
     return float((deep.features(x) - y).norm() / y.norm())
 
 
-def main() -> None:
-    torch.set_num_threads(1)
+def show_distances() -> None:
     x = torch.randn(16, 3, 16, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     print("| family | norm | blocks a unit | interpolated | copied |\n|---|---|---:|---:|---:|")
     for family, norm in [(f, n) for f, row in FAMILIES.items() if row.integrates for n in row.norms if n != "tv"]:
@@ -53,5 +66,39 @@ def main() -> None:
             print(f"| {family} | {norm} | {blocks} → {2 * blocks} | {interpolated:.3f} | {copied:.3f} |")
 
 
+def trained(options: dict[str, object]) -> Run:
+    settings = {"epochs": 15, "evaluate_every": 0, "backprop": "store", "threads": 1, "report": False}
+    with tempfile.TemporaryDirectory() as folder:
+        train(configure(model="hamiltonian-26", dataset="digits", options=options, **settings), Path(folder) / "run")
+        return load_run(Path(folder) / "run")
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, x: torch.Tensor, labels: torch.Tensor) -> float:
+    return float((model.eval()(x).argmax(1) == labels).float().mean())
+
+
+def show_accuracies() -> None:
+    dataset = data.load("digits")
+    table = ["| norm | h | 26 layers | 50, interpolated | copied | 98, interpolated | copied |", "|---|" + "---:|" * 6]
+    for options in TRAINED:
+        run = trained(options)
+        held_out, others = (choose_split(run.config, dataset, name) for name in ("validation", "train"))
+        x, seen = data.standardise(held_out.images, dataset), data.standardise(others.images, dataset)
+        cells = [accuracy(run.model, x, held_out.labels)]
+        for layers in (50, 98):
+            deep = revode.refine(run.model, f"hamiltonian-{layers}", [seen])
+            cells.append(accuracy(deep, x, held_out.labels))
+            update_bn([seen], copy_blocks_(deep, run.model))
+            cells.append(accuracy(deep, x, held_out.labels))
+        table.append(f"| {options['norm']} | {options['h']} | " + " | ".join(f"{cell:.1%}" for cell in cells) + " |")
+    print("\n".join(table))
+
+
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--trained", action="store_true", help="accuracies of trained networks in the place of distances"
+    )
+    torch.set_num_threads(1)
+    show_accuracies() if parser.parse_args().trained else show_distances()

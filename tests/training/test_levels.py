@@ -12,7 +12,7 @@ from tiny_runs import assert_same_bits, command, read_rows, tiny
 import revode
 from revode import data
 from revode.training import Interrupted, configure, load_run, train
-from revode.training.distributed import Group
+from revode.training.distributed import Group, train_in_processes
 from revode.training.job import Job
 from revode.training.levels import Level, level_of, num_epochs, parse_levels
 
@@ -37,7 +37,7 @@ def levelled(**settings):
 def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "finished"
     torch.set_num_threads(1)
-    train(levelled(), folder)
+    train(levelled(report=True), folder)
     return folder
 
 
@@ -96,6 +96,7 @@ def test_a_network_that_takes_no_steps_in_time_has_no_levels_in_depth(tmp_path):
 
 
 def test_a_run_with_levels_ends_with_the_named_network(finished):
+    assert (finished / "report.html").exists()
     result = json.loads((finished / "result.json").read_text())
     network = revode.load(finished / "model.safetensors")
     assert network.num_layers == 38
@@ -164,6 +165,13 @@ def test_the_rate_has_one_course_or_one_for_each_level():
     rates = [one.learning_rate(step) for step in range(24)]
     assert rates.index(max(rates)) in (7, 8)
     assert min(rates[8:], default=0) == rates[-1]
+
+
+def test_two_processes_go_through_levels_together(tmp_path, capfd):
+    result = train_in_processes(levelled(), tmp_path / "run", 2)
+    assert result["steps"] == 24
+    assert revode.load(tmp_path / "run" / "model.safetensors").num_layers == 38
+    assert [row["layers"] for row in read_rows(tmp_path / "run", "level")] == [26, 38]
 
 
 def test_levels_are_a_flag(tmp_path, capsys):

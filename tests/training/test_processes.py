@@ -94,6 +94,15 @@ def test_two_processes_train_as_one(tmp_path, monkeypatch):
     assert out.count("done: ") == 1
 
 
+def test_two_processes_see_the_images_of_each_level_as_one_does(tmp_path, monkeypatch):
+    monkeypatch.setattr("revode.training.job.build", without_batch_statistics)
+    levels = "18@4:1,18@8:1"
+    train(tiny(levels=levels, epochs=2, max_steps=None, lr=0.1), tmp_path / "one")
+    torchrun(TWO, tmp_path / "two", f"levels={levels}", "epochs=2", "max_steps=none", "lr=0.1")
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=1e-5)
+    assert len(read_rows(tmp_path / "two", "level")) == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_two_processes_stop_together_and_resume(parallel, tmp_path, monkeypatch):
