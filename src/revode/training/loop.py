@@ -202,9 +202,8 @@ class Training:
             for line in Plan(**self.plan).lines():
                 self.progress.line(line)
             if self.job.levels:
-                self.progress.line(
-                    f"  levels       {config.optimization.levels}; the plan is the last one's, so at most"
-                )
+                self.progress.line(f"  levels       {config.optimization.levels}")
+                self.progress.line("               (the plan above is the last one's: it takes at most that)")
         for note in self.job.notes:
             self.progress.line(note)
 
