@@ -79,19 +79,6 @@ def test_noise_from_a_generator_among_the_arguments_repeats_itself() -> None:
     torch.testing.assert_close(grads[0], grads[1], rtol=1e-12, atol=1e-14)
 
 
-class Forking(nn.Module):
-    """Noise that leaves the global stream where it was."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix = nn.Linear(4, 4)
-
-    def forward(self, q: Tensor) -> Tensor:
-        with torch.random.fork_rng(devices=[]):
-            noise = torch.randn_like(q)
-        return torch.tanh(self.mix(q + noise))
-
-
 class Codebook(nn.Module):
     """A moving average that is written where autograd does not look, and read in the same call."""
 
