@@ -163,3 +163,34 @@ def test_accelerate_prepares_and_trains() -> None:
         optimizer.zero_grad()
         losses.append(loss.item())
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lightning_trains() -> None:
+    lightning = pytest.importorskip("lightning", reason="lightning is not installed")
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            fields = [nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.Tanh()) for _ in range(6)]
+            self.net, self.losses = ReversibleSequence(fields, MidPoint(h=0.3), exact=True), []
+
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            loss = (self.net(batch[0]) - 1.0).square().mean()
+            self.losses.append(loss.item())
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    torch.manual_seed(0)
+    module, data = Module(), torch.utils.data.TensorDataset(torch.randn(64, 8))
+    silent = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    trainer = lightning.Trainer(max_epochs=3, accelerator="cpu", precision="bf16-mixed", **silent)
+    trainer.fit(module, torch.utils.data.DataLoader(data, 16))
+    assert module.losses[-1] < module.losses[0]
