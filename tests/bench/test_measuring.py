@@ -59,7 +59,7 @@ def test_recorded_calls_can_be_replayed(tiny: Workload) -> None:
 
 
 def test_peak_of_a_fresh_process_grows_with_the_batch_and_falls_with_the_method() -> None:
-    stage = Workload(name="s", title="", kind="stage", batch=32, options={"channels": 16, "size": 32, "depth": 16})
+    stage = Workload(name="s", title="", kind="stage", batch=32, options={"channels": 16, "size": 32, "depth": 32})
     with Footprints() as footprints:
         store = footprints.measure(stage, "store", 1)["peak_bytes"]
         revode = footprints.measure(stage, "revode", 1)["peak_bytes"]

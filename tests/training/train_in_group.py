@@ -40,4 +40,5 @@ def main(folder: str, *words: str) -> int:
 
 
 if __name__ == "__main__":
+    sys.setswitchinterval(10)  # no other thread gets the interpreter by the way: whoever leaves must wait for them
     sys.exit(main(*sys.argv[1:]))

@@ -115,6 +115,9 @@ def process_group(config: ExecutionConfig) -> Iterator[Group]:
     finally:
         if joined_here:
             dist.destroy_process_group()
+            # DistributedDataParallel keeps gloo's threads alive. One that still holds a tensor of the last exchange needs
+            # the interpreter to let go of it, and aborts the process if the interpreter ends first. Here it gets its turn.
+            time.sleep(_LETTING_GO)
 
 
 def choose_device(name: str, local_rank: int = 0) -> torch.device:
@@ -196,6 +199,9 @@ def copy_whole(target: Tensor, source: Tensor) -> None:
     with torch.no_grad():
         target.copy_(source)
 
+
+_LETTING_GO = 0.3
+"""Seconds that gloo's threads have to let go of their tensors."""
 
 _POLL, _PATIENCE = 0.2, 30.0
 """Seconds between looks at the processes, and until those are killed whose peer has failed."""
