@@ -40,6 +40,7 @@ class TestBeforeAnyWork:
         (tmp_path / "file").touch()
         for out in (tmp_path / "file", tmp_path / "file" / "below"):
             assert "is a file; give a directory" in refused(capsys, *command, "--out", str(out))
+        assert "/proc cannot be written" in refused(capsys, *command, "--out", "/proc/results")
 
     def test_a_second_network_that_cannot_be_analyzed(self, capsys) -> None:
         line = refused(capsys, "analyze", "hamiltonian-digits", "--against", "resnet-8", "--json")
@@ -59,14 +60,16 @@ def test_more_threads_than_any_machine_has(command, capsys) -> None:
         (("eval", "nowhere"), "train"),
         (("report", "nowhere"), "train,plot"),
         (("export", "nowhere", "--onnx"), "train,export"),
-        (("reproduce", "memory"), "train,plot"),
+        (("analyze", "hamiltonian-digits", "--json"), "analyze"),
+        (("bench", "--out", "somewhere"), "plot"),
+        (("reproduce", "memory"), "train,analyze"),
     ],
 )
 def test_a_package_that_is_missing_is_named_with_its_extra(command, extras, monkeypatch, capsys) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     line = refused(capsys, *command)
-    assert "which is not installed" in line
-    assert f"install revode[{extras}]" in line
+    assert "not installed: " in line
+    assert f"run: pip install 'revode[{extras}]'" in line
 
 
 def test_a_seed_out_of_range(capsys) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
 import os
 import sys
 from typing import NoReturn
@@ -24,16 +23,6 @@ COMMANDS = {
     "bench": "time, memory and gradient error against the alternatives",
 }
 """Subcommand -> one line of help; the module of the same name under ``revode.commands`` does the rest."""
-
-
-_NEEDS = {
-    "train": ("train", ("yaml", "filelock")),
-    "eval": ("train", ("yaml",)),
-    "report": ("train,plot", ("yaml", "matplotlib")),
-    "export": ("train,export", ("yaml", "onnx", "onnxscript")),
-    "reproduce": ("train,plot", ("yaml", "filelock", "matplotlib")),
-}
-"""Subcommand -> the extras that it needs, and the packages that show whether they are there."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -97,7 +86,6 @@ def main(argv: list[str] | None = None) -> int:
         build_parser()[0].print_help()
         return 0
     try:
-        require_extras(args.command)
         return importlib.import_module(f"revode.commands.{args.command}").run(args)
     except BrokenPipeError:  # whoever read our output has gone
         sys.stderr.close()
@@ -109,16 +97,6 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-
-
-def require_extras(command: str) -> None:
-    """Refuse a command whose packages are not installed, before any work is done."""
-    extras, packages = _NEEDS.get(command, ("", ()))
-    for package in packages:
-        if importlib.util.find_spec(package) is None:
-            raise ValueError(
-                f"this command needs the package {package}, which is not installed; install revode[{extras}]"
-            )
 
 
 def _hint(near: list[str]) -> str:

@@ -7,8 +7,18 @@ serves, calls it and prints. Bad input is raised as ``ValueError`` by the room a
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import tempfile
 import textwrap
 from pathlib import Path
+
+_SIGNS = {
+    "train": ("yaml", "filelock"),
+    "plot": ("matplotlib", "jinja2"),
+    "analyze": ("scipy", "yaml", "matplotlib", "jinja2"),
+    "export": ("onnx", "onnxscript"),
+}
+"""Extra of the package -> modules that show whether it is installed."""
 
 
 class HelpFormatter(argparse.RawTextHelpFormatter):
@@ -18,6 +28,14 @@ class HelpFormatter(argparse.RawTextHelpFormatter):
         return [
             piece for line in text.splitlines() for piece in textwrap.wrap(line, width, subsequent_indent="  ") or [""]
         ]
+
+
+def require(*extras: str) -> None:
+    """Refuse a command whose packages are not installed; the first thing that it does."""
+    names = dict.fromkeys(name for extra in extras for name in _SIGNS[extra])
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(f"not installed: {', '.join(missing)}; run: pip install 'revode[{','.join(extras)}]'")
 
 
 def use_threads(number: int) -> None:
@@ -34,7 +52,15 @@ def use_threads(number: int) -> None:
 
 def check_folder(path: str | None) -> None:
     """Refuse a folder for results that cannot be one, before the work that would be lost."""
-    if path is not None:
-        nearest = next((place for place in (Path(path), *Path(path).parents) if place.exists()), Path())
-        if not nearest.is_dir():
-            raise ValueError(f"--out is {path}, but {nearest} is a file; give a directory")
+    if path is None:
+        return
+    nearest = next((place for place in (Path(path), *Path(path).parents) if place.exists()), Path())
+    if not nearest.is_dir():
+        raise ValueError(f"--out is {path}, but {nearest} is a file; give a directory")
+    try:
+        with tempfile.TemporaryFile(dir=nearest):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"--out is {path}, but {nearest} cannot be written ({error.strerror}); give another"
+        ) from error

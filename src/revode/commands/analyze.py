@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from revode.commands import check_folder, use_threads
+from revode.commands import check_folder, require, use_threads
 
 _EPILOG = """example: revode analyze hamiltonian-74
          revode analyze runs/first --against revnet-38 --out runs/first
@@ -50,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print, write the page."""
+    require("analyze")
     from revode.stability.analysis import analyze
     from revode.stability.report import write_page
     from revode.stability.sentences import summary

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from revode.commands import check_folder
+from revode.commands import check_folder, require
 
 _EPILOG = """example: revode bench --quick
          revode bench --workload stage-32x32 --method revode --method store
@@ -52,6 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and show."""
+    if args.out:
+        require("plot")
     if args.batch is not None and args.batch < 1:
         raise ValueError(f"--batch must be at least 1, got {args.batch}")
     from revode.bench.report import conditions, read, text, write

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from revode.commands import use_threads
+from revode.commands import require, use_threads
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print accuracy and loss."""
+    require("train")
     import json
 
     from revode.training.run import load_run, pretrained_run, score_run

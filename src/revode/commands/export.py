@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
+
+from revode.commands import require
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,8 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the file, and print its path and how it compares with torch."""
-    from pathlib import Path
-
+    require("train", "export")
     from revode.training.export import export_onnx
 
     target = args.onnx or Path(args.run) / "model.onnx"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from revode.commands import require
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """RUN, and where its data and the page are."""
@@ -15,6 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the page and print its path."""
+    require("train", "plot")
     from revode.training.report import write_report
 
     print(write_report(args.run, args.data_root, args.out))

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from revode.commands import check_folder, use_threads
+from revode.commands import check_folder, require, use_threads
 from revode.reproduce.catalogue import BUDGETS, ITEMS
 
 
@@ -53,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Complete the item's tasks; 0 when all are done, 3 if one failed, 130 or 143 when a signal stopped it."""
+    require("train", "analyze")
     from revode.reproduce.catalogue import find_item
     from revode.reproduce.estimates import listing
     from revode.reproduce.run import make_scope, reproduce

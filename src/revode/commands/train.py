@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 
+from revode.commands import require
 from revode.training.config import RECIPES, add_flags, configure, given_settings, read_yaml
 
 
@@ -41,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train; 0 when done, 3 when training diverged, 130 or 143 when a signal stopped it."""
+    require("train")
     given = given_settings(args)
     if args.model is not None:
         given["name"] = args.model

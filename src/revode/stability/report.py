@@ -88,10 +88,6 @@ def write_page(analyses: Sequence[Analysis], folder: str | Path, source: str) ->
         folder: where to write; made if absent.
         source: what the images are, in words.
     """
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ValueError(f"the page needs matplotlib ({error}); install revode[analyze]") from error
     folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -48,10 +48,6 @@ def export_onnx(folder: str | Path, path: str | Path, *, overwrite: bool = False
 
 
 def _convert(model: torch.nn.Module, images: torch.Tensor) -> bytes:
-    try:
-        import onnxscript  # noqa: F401 # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise ValueError(f"ONNX export needs onnx and onnxscript ({error}); install revode[export]") from error
     # The exporter talks about its own progress and deprecations; errors are raised all the same.
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
