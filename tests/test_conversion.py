@@ -217,6 +217,23 @@ def test_what_is_kept_of_48_layers(scheme: Any, most: int) -> None:
         assert kept(exact) <= stored / 100
 
 
+@pytest.mark.parametrize("blocks", [slice(None), slice(2, 6)])
+def test_a_model_that_takes_blocks_by_their_index_is_warned_of(blocks: slice) -> None:
+    class Indexing(Perceptron):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.enter(x)
+            for index in range(len(self.body["blocks"])):
+                x = self.body["blocks"][index](x)
+            return self.leave(x)
+
+    model, x = revode.convert(Indexing(), "body.blocks", blocks=blocks), torch.randn(4, 3)
+    model.body["blocks"][3].up.weight.data.mul_(2)  # looking at one is no reason to warn
+    with pytest.warns(UserWarning, match=r"'body.blocks' were taken one by one by their index"):
+        model(x)
+    model(x)  # once is enough
+    revode.revert(model)(x)
+
+
 def test_states_of_a_model_in_bfloat16_are_in_float32() -> None:
     torch.manual_seed(0)
     model = Perceptron(depth=12).bfloat16().eval()
@@ -355,3 +372,92 @@ def test_fewer_layers_and_checkpointing_asked_of_a_converted_model() -> None:
     assert reference["model.layers.3.mlp.up_proj.weight"] is None
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     assert_close(model_gradients(model, inputs, use_cache=False), reference, 1e-9)
+
+
+def gpt2_of_48_layers() -> Any:
+    import transformers as t
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 50, "n_embd": 32, "n_layer": 48, "n_head": 2, "n_positions": 64}
+    return t.GPT2LMHeadModel(t.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+
+
+@needs_transformers
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_what_is_kept_of_48_layers_of_gpt2() -> None:
+    """Without dropout, whose masks only storing keeps."""
+    model, x = gpt2_of_48_layers().train(), torch.randn(4, 64, 32)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+
+    def kept() -> int:
+        with SavedTensors([*model.parameters(), x]) as saved:
+            model.transformer(inputs_embeds=x, use_cache=False)
+        return saved.num_bytes
+
+    stored = kept()
+    for scheme, exact, most in (
+        (BDIA(), False, 40), (BLEND, False, 40), (BDIA(), True, 100), (BLEND, True, 100), (MidPoint(0.5), False, 200),
+    ):  # fmt: skip
+        revode.convert(model, "transformer.h", scheme, exact=exact)
+        assert kept() <= stored / most, (scheme, exact)
+        revode.revert(model)
+
+
+@needs_transformers
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("adapters_first", [True, False])
+def test_lora_trains_its_adapters_on_a_converted_gpt2(adapters_first: bool) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    config = peft.LoraConfig(
+        r=2, target_modules=["c_attn"], lora_dropout=0.1, init_lora_weights=False, fan_in_fan_out=True
+    )
+
+    def make(**options: Any) -> Any:
+        model, path, _ = pretrained("gpt2")
+        if adapters_first:
+            model = peft.get_peft_model(model, config)
+            return revode.convert(model, f"base_model.model.{path}", **options).double()
+        return peft.get_peft_model(revode.convert(model, path, **options), config).double()
+
+    inputs = pretrained("gpt2")[2]
+    torch.manual_seed(2)
+    ours = make().train()
+    torch.manual_seed(2)
+    stored = make(backprop="store").train()
+    found = model_gradients(ours, inputs, use_cache=False)
+    assert_close(found, model_gradients(stored, inputs, use_cache=False), 1e-9)
+    trained = {name for name, value in found.items() if value is not None} - {"output"}
+    assert len(trained) == 10
+    assert all("lora_" in name for name in trained)
+    plain = revode.revert(copy.deepcopy(ours)).eval()
+    merged = revode.revert(ours.eval()).merge_and_unload()
+    with torch.no_grad():
+        torch.testing.assert_close(merged(**inputs).logits, plain(**inputs).logits, rtol=1e-9, atol=1e-9)
+
+
+@needs_transformers
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_accelerate_trains_a_converted_gpt2_in_bfloat16_as_if_stored() -> None:
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2)
+
+    def losses(**options: Any) -> list[float]:
+        model, path, inputs = pretrained("gpt2")
+        revode.convert(model, path, exact=True, **options)
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        found = []
+        for _ in range(12):
+            with accelerator.accumulate(model):
+                loss = model(**inputs, labels=inputs["input_ids"], use_cache=False).loss
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(loss.item())
+        assert torch.isfinite(revode.revert(accelerator.unwrap_model(model)).eval()(**inputs).logits).all()
+        return found
+
+    ours = losses()
+    assert ours[-1] < 0.9 * ours[0]
+    assert ours == losses(backprop="store")

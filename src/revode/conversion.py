@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -120,30 +121,41 @@ def _refuse_recording(name: str) -> None:
         )
 
 
+@dataclass
+class _Conversion:
+    """What a converted container remembers: how its blocks run, and the callables that stand for them, by their number."""
+
+    path: str
+    scheme: Scheme
+    blocks: slice
+    options: dict[str, Any]
+    runs: dict[int, Run] = field(default_factory=dict)
+    num_indexed: int = 0
+    has_warned: bool = False
+
+
 class _Converted:
     """What a converted container does otherwise: it yields one callable for all blocks that were converted."""
 
     _modules: dict[str, nn.Module]
     training: bool
-    _conversion: dict[str, Any]
+    _conversion: _Conversion
 
     def _yields(self, stop: int) -> list[Any]:
         """The blocks before `stop`, those that were converted as one."""
         children = list(self._modules.values())[:stop]
-        first, last, _ = self._conversion["blocks"].indices(len(self._modules))
+        first, last, _ = self._conversion.blocks.indices(len(self._modules))
         last = min(last, len(children))
         if first >= last:
             return children
         return [*children[:first], self._run_of(children[first:last], first), *children[last:]]
 
     def _run_of(self, blocks: Sequence[nn.Module], first: int) -> Run:
-        runs: dict[int, Run] = self._conversion["runs"]
-        run = runs.get(len(blocks))
+        record = self._conversion
+        run = record.runs.get(len(blocks))
         if run is None or any(a is not b.block for a, b in zip(blocks, run.blocks(), strict=True)):
-            path = self._conversion["path"]
-            branches = [Residual(block, f"{path}.{first + i}".lstrip(".")) for i, block in enumerate(blocks)]
-            options = self._conversion["options"]
-            run = runs[len(blocks)] = Run(ReversibleSequence(branches, self._conversion["scheme"], **options))
+            branches = [Residual(block, f"{record.path}.{first + i}".lstrip(".")) for i, block in enumerate(blocks)]
+            run = record.runs[len(blocks)] = Run(ReversibleSequence(branches, record.scheme, **record.options))
         run.sequence.training = self.training
         return run
 
@@ -151,18 +163,35 @@ class _Converted:
         return iter(self._yields(len(self._modules)))
 
     def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, int):
+            self._note_index(index)
+            return list(self._modules.values())[index]
         if not isinstance(index, slice):
-            return list(self._modules.values())[index] if isinstance(index, int) else self._modules[index]
+            return self._modules[index]
         start, stop, step = index.indices(len(self._modules))
         if start or step != 1:
             raise ValueError(
-                f"converted blocks {self._conversion['path']!r} run as one and cannot be sliced [{index.start}:{index.stop}:"
+                f"converted blocks {self._conversion.path!r} run as one and cannot be sliced [{index.start}:{index.stop}:"
                 f"{index.step}], other than from the first on: revode.revert the model"
             )
         return self._yields(stop)
 
+    def _note_index(self, index: int) -> None:
+        """Warn, once, where a loop takes one block after the other: they run as they are."""
+        record = self._conversion
+        own = range(len(self._modules))[record.blocks]
+        goes_on = index == own[0] + record.num_indexed
+        record.num_indexed = record.num_indexed + 1 if goes_on else int(index == own[0])
+        if record.num_indexed == len(own) > 1 and torch.is_grad_enabled() and not record.has_warned:
+            record.has_warned = True
+            warnings.warn(
+                f"the converted blocks {record.path!r} were taken one by one by their index, so they run as before and save "
+                "nothing: let the model iterate over them",
+                stacklevel=3,
+            )
+
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({len(self._modules)} blocks, {self._conversion['scheme']!r})"
+        return f"{type(self).__name__}({len(self._modules)} blocks, {self._conversion.scheme!r})"
 
 
 class ConvertedList(_Converted, nn.ModuleList):
@@ -183,7 +212,7 @@ def convert(
 
     Parameters and the keys of the ``state_dict`` stay. With `BDIA` the model in eval mode is the unconverted one, bit for bit;
     with other schemes it is another network with the same weights, to be fine-tuned. The model must iterate over its blocks,
-    or over a slice from the first on: one that indexes them one by one runs as before.
+    or over a slice from the first on: one that takes them by their index runs as before, with a warning.
 
     Args:
         model: the model.
@@ -206,7 +235,7 @@ def convert(
     ReversibleSequence(
         [Residual(block) for block in chosen], scheme, **options
     )  # refuses what is wrong, before anything changes
-    container._conversion = {"path": path, "scheme": scheme, "blocks": blocks, "options": options, "runs": {}}
+    container._conversion = _Conversion(path, scheme, blocks, options)
     container.__class__ = _KINDS[type(container)]
     return model
 

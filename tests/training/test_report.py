@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_runs import command, tiny
+from torch import nn
 
+from revode import BDIA, MidPoint, ReversibleSequence
 from revode.training import load_run, train
 from revode.training.diagnosis import depth_profile
 from revode.training.report import confusion_matrix
@@ -68,6 +70,20 @@ def test_depth_profile_sees_round_off_and_exact_reconstruction(run):
     exact = create_model("hamiltonian-digits", blocks=(3, 3), channels=(4, 8), exact=14)
     for profile in depth_profile(exact, images, labels):
         assert set(profile.reconstruction_error) == {0.0}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "exact", "tells"),
+    [(MidPoint(0.5, blend=0.5), False, True), (MidPoint(0.5, blend=0.5), True, False), (BDIA(), False, False)],
+)
+def test_depth_profile_of_schemes_that_halve(scheme, exact, tells):
+    """On the grid they keep bits beside the pair; BDIA draws its signs. Neither walks back from the final pair alone."""
+    branches = [nn.Sequential(nn.Linear(9, 9), nn.Tanh()) for _ in range(5)]
+    model = nn.Sequential(nn.Flatten(), ReversibleSequence(branches, scheme, exact=exact))
+    (profile,) = depth_profile(model, torch.randn(4, 1, 3, 3), torch.tensor([1, 2, 3, 4]))
+    assert len(profile.reconstruction_error) == (4 if tells else 0)
+    assert all(error < 1e-5 for error in profile.reconstruction_error)
+    assert all(norm > 0 for norm in profile.gradient_norm[1:])
 
 
 def test_a_run_under_a_memory_budget_has_a_report(tmp_path):

@@ -182,7 +182,8 @@ class UnitProfile:
 
     Attributes:
         name: ``unit 1``, ...
-        reconstruction_error: ‖state computed back - state‖ / ‖state‖, after walking back from the end.
+        reconstruction_error: ‖state computed back - state‖ / ‖state‖, after walking back from the end; empty where the
+            final pair alone does not tell the way back.
         gradient_norm: ‖∂loss/∂state‖.
     """
 
@@ -236,16 +237,16 @@ class _Watch:
     @torch.no_grad()
     def _reconstruction_error(self) -> list[float]:
         """Walk back from the final pair and compare with what went forward; the state before branch 1 is the first."""
-        sequence = self.sequence
-        round_to_grid = None if sequence.grid is None else sequence.grid.round
-        _, (q, q_next) = sequence(_detached(self.input), return_state=True)
-        errors: list[float] = []
-        for index in reversed(range(1, len(sequence.fields))):
-            u = sequence.fields[index](q)
-            p = sequence.scheme.coupling(index).reverse(q, q_next, u, round_to_grid)
-            expected = self.states[index - 1]
-            errors.append(float((p - expected).norm() / expected.norm().clamp(min=1e-30)))
-            q, q_next = p, q
+        _, state = self.sequence(_detached(self.input), return_state=True)
+        try:
+            back = [p for p, _ in self.sequence.states_back(state)][1 : len(self.states)]
+        except ValueError:  # the final pair alone does not tell the way back
+            return []
+        errors = [
+            float((p - expected).norm() / expected.norm().clamp(min=1e-30))
+            for p, expected in zip(back, reversed(self.states[:-1]), strict=True)
+            if p is not None
+        ]
         return errors[::-1]
 
 
