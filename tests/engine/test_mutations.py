@@ -163,3 +163,13 @@ def test_a_field_that_knows_its_product_is_noticed_too(monkeypatch: Patch) -> No
     monkeypatch.setattr(SymmetricField, "vjp", vjp)
     with pytest.raises(ReversalError, match="missed the state"):
         sequence(torch.randn(2, 8, 5, 5)).sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("num_zero", [0, 8])
+def test_a_state_of_equal_parts_is_no_false_alarm(num_zero: int, dtype: torch.dtype) -> None:
+    """Their signs can cancel, so that the fingerprint is nothing but rounding: a stem that repeats one channel makes such."""
+    image = torch.randn(1, 1, 64, 64, dtype=dtype)
+    x = torch.cat([image.expand(-1, 8, -1, -1), torch.zeros(1, num_zero, 64, 64, dtype=dtype)], 1)
+    sequence = ReversibleSequence([SymmetricField(8 + num_zero) for _ in range(4)], MidPoint(h=0.1)).to(dtype)
+    sequence(x).square().mean().backward()

@@ -53,10 +53,8 @@ def fingerprint(x: Tensor, exactly: bool) -> Tensor:
         x: a dense tensor; elements are taken as they lie in memory.
         exactly: whether to sum without rounding, for states on the grid.
     """
-    traced = torch.compiler.is_compiling()
-    signs = _signs if traced else _signs_again
-    x = own_part(x.detach())
-    flat = x.reshape(-1) if traced else x.as_strided((x.numel(),), (1,))
+    signs = _signs if torch.compiler.is_compiling() else _signs_again
+    flat = _elements(x)
     if exactly:
         flat = flat.double()
     elif flat.dtype in (torch.float16, torch.bfloat16):
@@ -71,14 +69,26 @@ def fingerprint(x: Tensor, exactly: bool) -> Tensor:
     return flat.clone()  # never a view of x
 
 
+def _elements(x: Tensor) -> Tensor:
+    x = own_part(x.detach())
+    return x.reshape(-1) if torch.compiler.is_compiling() else x.as_strided((x.numel(),), (1,))
+
+
 def own_part(x: Tensor) -> Tensor:
     """The part of a distributed tensor that this process holds; any other tensor as it is."""
     return x.to_local() if hasattr(x, "to_local") else x  # type: ignore[attr-defined]
 
 
-def distance(now: Tensor, then: Tensor, floor: Tensor | None = None) -> Tensor:
-    """‖now - then‖ / ‖then‖ of two fingerprints; what is too small to matter beside `floor` does not count."""
-    scale = torch.linalg.vector_norm(then)
+def size(x: Tensor) -> Tensor:
+    """About ‖x‖, from every n-th element. A fingerprint can be far smaller, where equal parts of x have opposite signs."""
+    flat = _elements(x)
+    every = 1 if torch.compiler.is_compiling() else max(1, flat.numel() // _ROW)
+    return torch.linalg.vector_norm(flat[::every].float() if flat.dtype.itemsize < 4 else flat[::every]) * every**0.5
+
+
+def distance(now: Tensor, then: Tensor, arrived: Tensor, floor: Tensor | None = None) -> Tensor:
+    """‖now - then‖ of two fingerprints, relative to the tensor; what is too small to matter beside `floor` does not count."""
+    scale = torch.maximum(torch.linalg.vector_norm(then), size(arrived).to(then.dtype))
     if floor is not None:
         scale = scale + 1e-6 * torch.linalg.vector_norm(floor)
     return torch.linalg.vector_norm(now - then) / scale

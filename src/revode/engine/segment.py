@@ -128,11 +128,15 @@ class ReversibleSegment:
                 "(an optimizer step?): its gradient would be that of another network; call backward first"
             )
 
-    def verify(self, then: Sequence[Tensor], now: Sequence[Tensor], dtype: torch.dtype) -> None:
+    def verify(self, then: Sequence[Tensor], arrived: Sequence[Tensor]) -> None:
         """Compare what the walk back arrived at with what forward had seen: the first state, and perhaps its branch's value."""
-        exactly = self.chain.grid is not None
-        floors = (None, then[0])
-        distances = torch.stack([arrival.distance(a, b, floor) for a, b, floor in zip(now, then, floors, strict=False)])
+        exactly, dtype = self.chain.grid is not None, arrived[0].dtype
+        distances = torch.stack(
+            [
+                arrival.distance(arrival.fingerprint(tensor, exactly), known, tensor, floor)
+                for tensor, known, floor in zip(arrived, then, (None, then[0]), strict=False)
+            ]
+        )
         if self.chain.traced:
             bound = arrival.largest_distance(dtype, exactly)
             text = "revode: the walk back missed the state that forward had seen"
@@ -261,8 +265,7 @@ def _walk_back(ctx: Any, *grad_outputs: Any) -> Any:
             # Without a tie to the gradients, the compiler would put the check, and all that it needs, into the forward graph.
             tie = sum(0.0 * grad.reshape(-1)[0] for grad in grad_outputs if grad is not None)
             arrived = [tensor + tie for tensor in arrived]
-        now = [arrival.fingerprint(tensor, chain.grid is not None) for tensor in arrived]
-        segment.verify(fingerprints, now, q.dtype)
+        segment.verify(fingerprints, arrived)
     num_arguments = len(segment.arguments)
     return None, gp if ctx.needs_input_grad[1] else None, gq, *[None] * num_arguments, *grads.sums
 
