@@ -8,8 +8,8 @@
 
 Every run leaves a JSON file under runs/language, and the same command goes on where it was stopped.
 
-1. The learning rate of each scheme is tuned on a quarter of the tokens, with one seed: doubled or halved until the best is
-   not at the edge.
+1. The learning rate of each scheme is tuned on a quarter of the tokens, with one seed: doubled or halved while the best is
+   at the edge.
 2. Each scheme is trained with its rate; bits per byte are measured on text that is held out.
 3. The trained plain network is made reversible by `revode.convert`, fine-tuned on the other text, and compared with the
    plain one, fine-tuned in the same way.
@@ -273,7 +273,7 @@ def tuned_rate(scheme: str, data: tuple[Tensor, Tensor], runs: Runs, args: argpa
     scores: dict[float, float] = {}
     wanted = list(args.rates)
     while wanted:
-        rate, tokens = wanted.pop(), args.tokens // 4
+        rate, tokens = wanted.pop(), args.tune_tokens
         name = f"tune-{scheme}-{rate:g}-{tokens}"
         result = runs.get(name, lambda: train(make_network(scheme, args), data, rate, tokens, args, points=0))  # noqa: B023
         scores[rate] = math.inf if result["bits_per_byte"] is None else result["bits_per_byte"]
@@ -466,7 +466,8 @@ def rates_part(found: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
     told = [
         f"- {name}: " + ", ".join(f"{rate:g}: {score:.3f}" for rate, score in points) for name, points in series.items()
     ]
-    header = "## Rates\n\nBits per byte after a quarter of the tokens, one seed, by learning rate:"
+    tokens = next(iter(rows.values()))[0]["tokens"]
+    header = f"## Rates\n\nBits per byte after {tokens:,} tokens, one seed, by learning rate:"
     return [header, "\n".join(told)], {"rates": lines(drawn, "learning rate", "bits per byte", log_x=True, mark=True)}
 
 
@@ -524,7 +525,7 @@ def memory_part(found: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
 
 CAPTIONS = {
     "curves": "Held-out bits per byte over training, first seed.",
-    "rates": "Bits per byte after a quarter of the tokens, over the learning rate.",
+    "rates": "Bits per byte of the short runs that choose the learning rate.",
     "converted": "Held-out bits per byte while the plain and the converted network learn the other text.",
     "fits": "Activations of a step over depth, both axes logarithmic.",
 }
@@ -534,7 +535,8 @@ def write_page(found: dict[str, Any], args: argparse.Namespace) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     seeds = max((len(results) for results in of_kind(found, "train").values()), default=0)
     origin = {
-        "command": f"`python examples/language.py --tokens {args.tokens} --seeds {args.seeds} --threads {args.threads}`",
+        "command": f"`python examples/language.py --tokens {args.tokens} --tune-tokens {args.tune_tokens} "
+        f"--most-rates {args.most_rates} --seeds {args.seeds} --threads {args.threads}`",
         "seconds": round(sum(result.get("seconds", 0.0) for result in found.values())),
         "processor": processor(),
         "machine": machine(),
@@ -564,6 +566,9 @@ def write_page(found: dict[str, Any], args: argparse.Namespace) -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=3_000_000, help="of a training run")
+    parser.add_argument(
+        "--tune-tokens", type=int, help="of a run that tunes the rate; a quarter of --tokens unless given"
+    )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=10**6, help="begin no run after so many")
     parser.add_argument("--depth", type=int, default=6)
@@ -584,6 +589,7 @@ def arguments() -> argparse.Namespace:
     if args.smoke:
         small = {"tokens": 4096, "seeds": 1, "depth": 2, "width": 32, "context": 32, "windows": 12, "repeats": 1}
         vars(args).update(small | {"most_rates": 2})
+    args.tune_tokens = args.tune_tokens or args.tokens // 4
     return args
 
 

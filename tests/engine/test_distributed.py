@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -17,7 +18,7 @@ TOLERANCE = 1e-6
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch lacks gloo")
 
 
-def run_two_processes(kind: str) -> dict[str, float | str]:
+def run_two_processes(kind: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(SCRIPT), kind]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=200, env=os.environ | {"OMP_NUM_THREADS": "1"}
@@ -44,6 +45,16 @@ def test_fully_sharded_gives_the_gradient_of_one_process_and_refuses_a_sharded_b
         assert "fully_shard" in branch
     else:
         assert branch <= TOLERANCE
+
+
+def test_of_parts_that_are_sharded_one_by_one_one_at_a_time_is_whole() -> None:
+    found = run_two_processes("memory")
+    parts, whole = found["parts"], found["whole"]
+    assert parts["forward"] == parts["backward"] == [1]
+    assert whole["forward"] == whole["backward"] == [4]
+    assert parts["states"] == 2 * 4  # the final pair of each
+    assert parts["evaluations"] == 2 * 20
+    assert parts["shards"] == parts["parameters"] / 2
 
 
 def test_the_check_catches_a_wrong_gradient() -> None:

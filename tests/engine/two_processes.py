@@ -11,11 +11,13 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from revode import AdditiveCoupling, Leapfrog, ReversibleSequence, SymmetricField, Verlet
@@ -145,7 +147,49 @@ def shard_branch(model: nn.Sequential) -> None:
     fully_shard(model)
 
 
-CASES: dict[str, dict[str, Callable[[], float]]] = {
+def memory(shard: Callable[[nn.Sequential], None]) -> dict[str, list[int] | int]:
+    """How many of four parts have their whole parameters while a branch runs, forward and backward; states kept between."""
+    model = network("parts")
+    parts = list(model[1].parts)
+    own = [list(part.parameters()) for part in parts]
+    shard(model)
+    names = [[name for name, _ in part.named_parameters()] for part in parts]
+    whole: list[int] = []
+
+    def look(*_: object) -> None:
+        now = [[part.get_parameter(name) for name in some] for part, some in zip(parts, names, strict=True)]
+        whole.append(sum(any(not isinstance(p, DTensor) for p in parameters) for parameters in now))
+
+    for part in parts:
+        for field in part.fields:
+            field.register_forward_pre_hook(look)
+    kept: set[int] = set()
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.shape == (4, 8, 6, 6):
+            kept.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    x, labels = (t.chunk(2)[dist.get_rank()] for t in batches())
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = model(x)
+    loss = nn.functional.cross_entropy(y, labels)
+    in_forward = whole.copy()
+    whole.clear()
+    loss.backward()
+    shards = sum(p.to_local().numel() for part in parts for p in part.parameters() if isinstance(p, DTensor))
+    return {
+        "forward": sorted(set(in_forward)),
+        "backward": sorted(set(whole)),
+        "states": len(kept),
+        "evaluations": len(in_forward) + len(whole),
+        "shards": shards,
+        "parameters": sum(p.numel() for some in own for p in some),
+    }
+
+
+CASES: dict[str, dict[str, Callable[[], Any]]] = {
+    "memory": {"parts": lambda: memory(shard_parts), "whole": lambda: memory(shard_whole)},
     "ddp": {
         "modules": lambda: ddp("modules", 1),
         "fields": lambda: ddp("fields", 1),
@@ -175,7 +219,7 @@ CASES: dict[str, dict[str, Callable[[], float]]] = {
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    results: dict[str, float | str] = {}
+    results: dict[str, Any] = {}
     for name, case in CASES[sys.argv[1]].items():
         try:
             results[name] = case()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import revode
+from revode.cli import main
 from revode.networks import transformer
 from revode.networks.transformer import GPT, SCHEMES
 
@@ -131,3 +134,36 @@ def test_wrong_options_are_named(options: dict[str, object], message: str) -> No
         gpt("midpoint").loss(torch.randn(2, 4))
     with pytest.raises(ValueError, match="temperature must not be negative"):
         gpt("midpoint").generate(tokens(), 1, temperature=-1.0)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_it_is_saved_and_loaded_with_its_config(scheme: str, tmp_path: Path) -> None:
+    model = gpt(scheme, **({} if scheme == "none" else {"exact": True}))
+    revode.save(model, tmp_path / "gpt.safetensors")
+    twin = revode.load(tmp_path / "gpt.safetensors", backprop="store")
+    assert isinstance(twin, GPT)
+    assert twin.config == model.config.with_options(backprop="store")
+    assert torch.equal(twin.eval()(tokens()), model.eval()(tokens()))
+
+
+def test_it_is_listed_and_refused_where_images_are_wanted(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "gpt-mini" in revode.list_models()
+    assert main(["models"]) == 0
+    model = revode.create_model("gpt-mini")
+    assert f"{sum(p.numel() for p in model.parameters()):,}" in capsys.readouterr().out
+    for command in (["models", "gpt-mini"], ["train", "gpt-mini", "--out", str(tmp_path)], ["analyze", "gpt-mini"]):
+        assert main(command) == 2
+        message = capsys.readouterr().err.strip()
+        assert "gpt-mini is a network on tokens" in message
+        assert len(message.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "bdia"])
+def test_it_is_compiled_as_a_whole(scheme: str) -> None:
+    model, compiled = gpt(scheme), gpt(scheme)
+    torch.compile(compiled.loss, fullgraph=True)(tokens()).backward()
+    model.loss(tokens()).backward()
+    for expected, found in zip(model.parameters(), compiled.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad, rtol=1e-3, atol=1e-6)

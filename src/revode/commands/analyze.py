@@ -51,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure, print, write the page."""
     require("analyze")
+    from revode.networks.transformer import GPT, on_tokens
     from revode.stability.analysis import analyze
     from revode.stability.report import write_page
     from revode.stability.sentences import summary
@@ -66,7 +67,9 @@ def run(args: argparse.Namespace) -> int:
     networks = [(args.subject, first)]
     if args.against:
         networks.append((args.against, _network(args.against, "", args.seed)[0]))
-    for _, model in networks:
+    for name, model in networks:
+        if isinstance(model, GPT):
+            raise on_tokens(name)
         reversible_units(model)  # refuses a network without any, before the other one is measured
         if model.config.scores_points:
             raise ValueError(f"analyze takes classifiers of images, and {model.config.name} scores every point")

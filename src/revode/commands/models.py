@@ -72,7 +72,7 @@ def _print_list(as_json: bool) -> int:
                 "" if paper is None else f"{paper:.1f}" if paper > 10 else f"{paper:.2f}",
             ).rstrip()
         )
-    print("\n<family>-<layers> of other depths work too; -stl behind a name: 96x96 images.")
+    print("\n<family>-<layers> of other depths work too; -stl behind a name: 96x96 images.\ngpt-mini is on bytes.")
     return 0
 
 

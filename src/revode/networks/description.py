@@ -14,6 +14,7 @@ from torch import nn
 from revode.networks.classifier import StagedClassifier, build
 from revode.networks.config import NetworkConfig, OdeConfig
 from revode.networks.cost import PartCost
+from revode.networks.transformer import FAMILY, GPT, GPTS
 from revode.networks.zoo import PAPER_PARAMETERS, list_models, model_config
 
 
@@ -27,18 +28,29 @@ def count_parameters(config: NetworkConfig) -> int:
 
 
 def summarize(name: str) -> dict[str, Any]:
-    """One line of the list: layout and parameters for its own images in 10 and in 100 classes, the paper's beside them."""
-    config = model_config(name, num_classes=10)
-    num_parameters = count_parameters(config)
+    """One line of the list: layout and parameters for its own images in 10 and in 100 classes, the paper's beside them.
+
+    A GPT has attention and MLP as two layers a block, and parameters for bytes.
+    """
+    if name in GPTS:
+        gpt = GPTS[name]
+        with torch.device("meta"):
+            num_parameters = more_classes = sum(parameter.numel() for parameter in GPT(gpt).parameters())
+        family, layers, blocks, channels = FAMILY, 2 * gpt.depth, (gpt.depth,), (gpt.width,)
+    else:
+        config = model_config(name, num_classes=10)
+        num_parameters = count_parameters(config)
+        more_classes = num_parameters + 90 * (config.head_channels + 1)
+        family, layers, blocks, channels = config.family, config.num_layers, config.blocks, config.channels
     paper = PAPER_PARAMETERS.get(name, (None, None))
     return {
         "name": name,
-        "family": config.family,
-        "layers": config.num_layers,
-        "units": list(config.blocks),
-        "channels": list(config.channels),
+        "family": family,
+        "layers": layers,
+        "units": list(blocks),
+        "channels": list(channels),
         "params_cifar10": num_parameters,
-        "params_cifar100": num_parameters + 90 * (config.head_channels + 1),
+        "params_cifar100": more_classes,
         "paper_params_cifar10_m": paper[0],
         "paper_params_cifar100_m": paper[1],
     }

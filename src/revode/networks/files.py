@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as serialize
-from torch import Tensor
+from torch import Tensor, nn
 
 from revode.files import write_atomically
 from revode.networks.classifier import StagedClassifier, build
 from revode.networks.config import NetworkConfig
+from revode.networks.transformer import FAMILY, GPT, GPTConfig
 
 FORMAT = "revode-network-1"
 """What the file says it is; the number rises when older versions cannot read it."""
@@ -24,14 +25,14 @@ FREE_OPTIONS = ("backprop", "exact", "anchor_every", "memory_budget", "verify")
 """How gradients are computed: what trained weights leave open."""
 
 
-def save(model: StagedClassifier, path: str | os.PathLike[str]) -> None:
+def save(model: StagedClassifier | GPT, path: str | os.PathLike[str]) -> None:
     """Write `model` to `path`: wholly, or not at all.
 
     Args:
         model: a network of `create_model`.
         path: the file; its folder exists.
     """
-    if not isinstance(model, StagedClassifier):
+    if not isinstance(model, StagedClassifier | GPT):
         raise ValueError(f"save takes a network of revode.create_model, got {type(model).__name__}")
     target = Path(path)
     if target.is_dir():
@@ -41,7 +42,7 @@ def save(model: StagedClassifier, path: str | os.PathLike[str]) -> None:
     write_atomically(target, serialize(tensors, metadata))
 
 
-def load(path: str | os.PathLike[str], **options: Any) -> StagedClassifier:
+def load(path: str | os.PathLike[str], **options: Any) -> Any:
     """The network saved at `path`, on the CPU and in training mode.
 
     Args:
@@ -53,7 +54,8 @@ def load(path: str | os.PathLike[str], **options: Any) -> StagedClassifier:
         raise FileNotFoundError(f"there is no file {target}")
     config, tensors = _read(target)
     with torch.random.fork_rng(devices=[]):
-        model = build(config.with_options(**options))
+        config = config.with_options(**options)
+        model = GPT(config) if isinstance(config, GPTConfig) else build(config)
     _fill(model, tensors, target)
     return model
 
@@ -83,7 +85,7 @@ def load_pretrained(name: str, dataset: str, **options: Any) -> StagedClassifier
     return load(path, **options)
 
 
-def _distinct_tensors(model: StagedClassifier) -> dict[str, Tensor]:
+def _distinct_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The state_dict with each shared tensor once, under its first name."""
     names: dict[int, str] = {}
     state = model.state_dict(keep_vars=True)
@@ -92,7 +94,7 @@ def _distinct_tensors(model: StagedClassifier) -> dict[str, Tensor]:
     return {name: state[name] for name in names.values()}
 
 
-def _read(path: Path) -> tuple[NetworkConfig, dict[str, Tensor]]:
+def _read(path: Path) -> tuple[Any, dict[str, Tensor]]:
     try:
         with safe_open(str(path), framework="pt") as file:
             metadata = file.metadata() or {}
@@ -100,19 +102,21 @@ def _read(path: Path) -> tuple[NetworkConfig, dict[str, Tensor]]:
                 raise ValueError(
                     f"{path} is not a network saved by revode.save (its format is {metadata.get('format')!r})"
                 )
-            config = NetworkConfig.from_dict(json.loads(metadata["config"]))
+            values = json.loads(metadata["config"])
+            is_gpt = isinstance(values, dict) and values.get("family") == FAMILY
+            config = (GPTConfig if is_gpt else NetworkConfig).from_dict(values)
             return config, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
     except (SafetensorError, OSError, KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is not a readable network file, truncated or foreign: {error}") from error
 
 
-def _fill(model: StagedClassifier, tensors: dict[str, Tensor], path: Path) -> None:
+def _fill(model: Any, tensors: dict[str, Tensor], path: Path) -> None:
     """Put `tensors` into the model, if they are exactly what it has."""
     own = _distinct_tensors(model)
     odd = sorted(set(own) ^ set(tensors)) or [name for name in own if own[name].shape != tensors[name].shape]
     if odd:
         raise ValueError(
-            f"{path} does not hold the weights of {model.config.name} as its config describes it: "
+            f"{path} does not hold the weights that its config describes: "
             f"{len(odd)} tensors are missing, unknown or of another shape, the first is {odd[0]!r}"
         )
     kinds = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}

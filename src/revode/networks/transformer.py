@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ SCHEMES: dict[str, Callable[[float, float], Scheme]] = {
 }
 """(h, blend) -> the scheme of this name; ``"none"`` is the plain residual network, whose activations are stored."""
 
+FAMILY = "gpt"
 CHUNK = 1024
 """Tokens whose logits exist at a time."""
 
@@ -83,6 +84,20 @@ class GPTConfig:
     def build_scheme(self) -> Scheme:
         return SCHEMES[self.scheme](self.h, self.blend)
 
+    def with_options(self, **options: Any) -> GPTConfig:
+        """This config with options replaced; those that are not its own go to `ReversibleSequence`."""
+        own = {key: options.pop(key) for key in list(options) if key in self.__dataclass_fields__}
+        return replace(self, **own, sequence=own.pop("sequence", self.sequence) | options)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {"family": FAMILY, **asdict(self)}
+
+    @staticmethod
+    def from_dict(values: dict[str, Any]) -> GPTConfig:
+        """The config that `to_dict` gave."""
+        return GPTConfig(**{name: value for name, value in values.items() if name != "family"})
+
 
 def rotate(x: Tensor) -> Tensor:
     """Rotary positions (Su et al. 2021): pairs of features turned by an angle that grows with the place."""
@@ -105,7 +120,7 @@ class Attention(nn.Module):
         self.drop = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        split = self.mix_in(self.norm(x)).unflatten(-1, (3, self.heads, -1))
+        split = self.mix_in(self.norm(x)).view(*x.shape[:-1], 3, self.heads, -1)
         q, k, v = split.permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
         return self.drop(self.mix_out(y.transpose(1, 2).flatten(2)))
@@ -180,7 +195,11 @@ class GPT(nn.Module):
         return F.linear(self.features(tokens), self.embedding.weight)
 
     def loss(self, tokens: Tensor) -> Tensor:
-        """The mean cross entropy, in nats, of each token given those before it. The logits never exist as a whole."""
+        """The mean cross entropy, in nats, of each token given those before it. The logits never exist as a whole.
+
+        (``F.linear_cross_entropy`` of torch 2.13 does not do: chunked, it rounds the loss of a bfloat16 model to bfloat16,
+        leaves autocast, cannot be compiled, and detaches gradients of gradients without a word.)
+        """
         x, targets = self.features(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()
         total = x.new_zeros((), dtype=torch.float32)
         for rows, wanted in zip(x.split(CHUNK), targets.split(CHUNK), strict=True):
@@ -215,17 +234,13 @@ def _sum_of_losses(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(F.linear(x, weight).float(), targets, reduction="sum")
 
 
-GPTS: dict[str, dict[str, Any]] = {"gpt-mini": {}}
-"""Named GPTs: what differs from the defaults of `GPTConfig`."""
+GPTS: dict[str, GPTConfig] = {"gpt-mini": GPTConfig()}
+"""Named GPTs."""
 
 
-def create_gpt(name: str, **options: Any) -> GPT:
-    """Build a GPT by name.
-
-    Args:
-        name: one of `GPTS`.
-        options: of `GPTConfig`; others (``backprop``, ``exact``, ``anchor_every``, ...) go to `ReversibleSequence`.
-    """
-    own = {key: options.pop(key) for key in list(options) if key in GPTConfig.__dataclass_fields__}
-    sequence = own.pop("sequence", {}) | options
-    return GPT(GPTConfig(**(GPTS[name] | own), sequence=sequence))
+def on_tokens(name: str) -> ValueError:
+    """The error where a network on images is wanted."""
+    return ValueError(
+        f"{name} is a network on tokens, and one on images is wanted here: build it with revode.create_model and train it by "
+        "its own loss, as examples/language.py does"
+    )

@@ -12,7 +12,7 @@ from revode.networks.classifier import StagedClassifier, build
 from revode.networks.config import NetworkConfig
 from revode.networks.families import FAMILIES, Family
 from revode.networks.files import load_pretrained
-from revode.networks.transformer import GPT, GPTS, create_gpt
+from revode.networks.transformer import GPT, GPTS, on_tokens
 from revode.networks.unet import UNetConfig
 
 Recipe = Callable[[], NetworkConfig]
@@ -89,7 +89,7 @@ def register_model(name: str) -> Callable[[Recipe], Recipe]:
 
 def list_models() -> list[str]:
     """The names of all registered networks; ``<family>-<layers>`` of other valid depths work too."""
-    return sorted(_RECIPES, key=_natural)
+    return sorted([*_RECIPES, *GPTS], key=_natural)
 
 
 def model_config(name: str, **options: Any) -> NetworkConfig:
@@ -113,10 +113,10 @@ def create_model(name: str, *, pretrained: str | None = None, **options: Any) ->
         options: ``num_classes``, ``in_channels``, ``image_size``, ``blocks``, ``channels``, ``activation``, ``norm``; of
             reversible networks also ``backprop``, ``exact``, ``anchor_every``, ``memory_budget``, ``damping``; of ODE
             networks also ``h`` or ``horizon``, ``init``, ``start``, ``transition``; of U-Nets also ``scheme``. See `OdeConfig`
-            and `UNetConfig`. ``"gpt-mini"``, which is not listed among the networks on images, takes those of `GPTConfig`.
+            and `UNetConfig`. A GPT takes those of `GPTConfig` and of `ReversibleSequence`.
     """
     if name in GPTS and pretrained is None:
-        return create_gpt(name, **options)
+        return GPT(GPTS[name].with_options(**options))
     if pretrained is not None:
         return load_pretrained(name, pretrained, **options)
     return build(model_config(name, **options))
@@ -130,6 +130,8 @@ def _find(name: str) -> NetworkConfig:
         if not isinstance(config, NetworkConfig):
             raise ValueError(f"the function registered as {name!r} must return a config, got {type(config).__name__}")
         return config
+    if name in GPTS:
+        raise on_tokens(name)
     if name.endswith(LARGE_SUFFIX):
         return dataclasses.replace(_find(name.removesuffix(LARGE_SUFFIX)), name=name, image_size=LARGE_SIZE)
     family, _, layers = name.rpartition("-")
