@@ -160,6 +160,7 @@ def test_it_is_listed_and_refused_where_images_are_wanted(capsys: pytest.Capture
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
 @pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "bdia"])
 def test_it_is_compiled_as_a_whole(scheme: str) -> None:
     model, compiled = gpt(scheme), gpt(scheme)
