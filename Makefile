@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-slow lint format bench bench-docs clean
+.PHONY: demo test test-slow lint format docs bench bench-docs clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -30,6 +30,10 @@ lint: $(READY)
 format: $(READY)
 	$(BIN)/ruff check --fix src tests benchmarks examples
 	$(BIN)/ruff format src tests benchmarks examples
+
+docs: $(READY)  ## the site, from README.md, docs/ and results/; nothing is fetched
+	$(BIN)/python -m sphinx -q -W --keep-going -c docs -d build/doctrees . build/site
+	@echo "open build/site/index.html"
 
 PEERS := $(VENV)/benchmark-peers
 

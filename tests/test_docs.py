@@ -1,10 +1,14 @@
-"""The Python examples in the documentation run as they are printed, each page from top to bottom."""
+"""The documentation is true where a test can tell: examples run as printed, links lead somewhere, numbers have a command."""
 
 from __future__ import annotations
 
 import ast
 import importlib
+import os
 import re
+import subprocess
+import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -13,7 +17,7 @@ import torch
 from revode.networks import families, zoo
 
 ROOT = Path(__file__).parents[1]
-PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
+PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
 
 
 def python_blocks(page: str) -> list[str]:
@@ -22,9 +26,26 @@ def python_blocks(page: str) -> list[str]:
     return [block for block in blocks if "# not run" not in block]
 
 
-@pytest.mark.parametrize("page", PAGES)
+def wanted(page: str, what: str) -> str | None:
+    """What a page says of its examples in a comment: ``<!-- needs: lightning -->``."""
+    found = re.search(rf"<!-- {what}: (.*?) -->", (ROOT / page).read_text())
+    return found[1] if found else None
+
+
+def runs_here(page: str) -> object:
+    """A page whose examples take long, or more than one process, runs with the slow tests."""
+    slow = wanted(page, "slow") or wanted(page, "run with")
+    return pytest.param(page, marks=pytest.mark.slow) if slow else page
+
+
+@pytest.mark.parametrize("page", [runs_here(page) for page in PAGES if python_blocks(page)])
 def test_the_examples_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if package := wanted(page, "needs"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+        warnings.simplefilter("default")  # of that package; pytest sets the filters back
     monkeypatch.chdir(tmp_path)
+    if launcher := wanted(page, "run with"):
+        return run_scripts(page, launcher, tmp_path)
     monkeypatch.setattr(zoo, "_RECIPES", dict(zoo._RECIPES))  # a network that a page registers is gone after it
     known = dict(families.FAMILIES)
     namespace: dict[str, object] = {"__name__": "__main__"}
@@ -35,6 +56,83 @@ def test_the_examples_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pyte
     finally:
         families.FAMILIES.clear()
         families.FAMILIES.update(known)
+
+
+def run_scripts(page: str, launcher: str, folder: Path) -> None:
+    """Each block is a script of its own, started as the page says."""
+    for number, block in enumerate(python_blocks(page)):
+        script = folder / f"block{number}.py"
+        script.write_text(block)
+        words = [sys.executable, "-m", *launcher.replace("torchrun", "torch.distributed.run").split(), str(script)]
+        done = subprocess.run(
+            words, capture_output=True, text=True, timeout=240, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        )
+        assert done.returncode == 0, done.stderr
+
+
+LINKED = [
+    *PAGES,
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("results/*/*.md")),
+]
+
+
+def without_code(page: str) -> str:
+    """A page without its blocks of code, in which a bracket is no link and a number no measurement."""
+    return re.sub(r"^```.*?^```$", "", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", without_code(str(page.relative_to(ROOT))), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", LINKED)
+def test_links_lead_somewhere(page: str) -> None:
+    text = re.sub(r"`[^`\n]*\]\([^`\n]*`", "", without_code(page))  # blocks[i](x) is no link
+    targets = re.findall(r"\]\(([^()\s]+)\)", text) + re.findall(r'\b(?:src|srcset|href)="([^"]+)"', text)
+    for target in targets:
+        path, _, anchor = target.partition("#")
+        if re.match(r"[a-z]+:", target):
+            continue
+        place = (ROOT / page).parent / path if path else ROOT / page
+        assert place.exists(), f"{page} links to {target}"
+        assert not anchor or anchor in anchors(place.resolve()), f"{page} links to {target}"
+
+
+MEASURED = re.compile(r"\d (%|ms|s|min|h|MB|GB|kB|images/s)(?!\w)|\d\.\d+e[-+]\d")
+COMMAND = re.compile(
+    r"`[^`]*\b(revode (train|eval|analyze|reproduce|bench|models|data)|make [a-z]|python\S* \S+\.py|pytest \S|test_\w+\.py)"
+    r"|^ *(revode|make|pytest|\.venv/bin/python|python) \S",
+    flags=re.MULTILINE,
+)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_section_with_measurements_names_a_command(page: str) -> None:
+    """Which command gave which number no test can tell; that a section with percents, bytes or times has one, it can."""
+    text = re.sub(r"^```python.*?^```$", "", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
+    if "Regenerate this page with `" in text:
+        return
+    for section in re.split(r"^(?=#)", text, flags=re.MULTILINE):
+        if number := MEASURED.search(section):
+            assert COMMAND.search(section), f"{section.splitlines()[0]!r} of {page} has {number[0]!r} and no command"
+
+
+def test_the_reference_has_every_public_name() -> None:
+    import revode
+
+    text = "".join(path.read_text() for path in (ROOT / "docs" / "reference").glob("*.md"))
+    missing = [name for name in revode.__all__ if not re.search(rf"^\.\. auto\w+:: revode\.{name}$", text, flags=re.M)]
+    assert missing == ["__version__"]
+
+
+def test_every_page_is_in_the_contents() -> None:
+    contents = (ROOT / "docs" / "site" / "contents.md").read_text().splitlines()
+    missing = [page for page in PAGES[1:] if page.removesuffix(".md") not in contents]
+    assert missing == ["docs/site/contents.md"]
 
 
 def test_a_new_scheme_takes_less_than_thirty_lines() -> None:
@@ -80,7 +178,7 @@ def test_the_new_scheme_of_the_docs_trains_like_store() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", sorted([*(ROOT / "examples").glob("*.py"), *(ROOT / "benchmarks").glob("*.py")]), ids=lambda p: p.name
+    "path", sorted([*(ROOT / "examples").rglob("*.py"), *(ROOT / "benchmarks").glob("*.py")]), ids=lambda p: p.name
 )
 def test_what_a_script_imports_is_there(path: Path) -> None:
     """Nobody runs all examples and scripts every day, so that a moved module would be noticed late."""

@@ -235,7 +235,7 @@ def test_trainings_in_lower_precision_have_directories_and_a_command_of_their_ow
 
 
 def test_in_lower_precision_reversing_adds_no_error():
-    """Batch norm turns a state's last bit into a fifth of the gradient (docs/engine.md), so such states lie on the grid."""
+    """Batch norm turns a state's last bit into a fifth of the gradient (docs/grid.md), so such states lie on the grid."""
     lower = Setup(autocast="bfloat16")
     for model in ("hamiltonian-74", "midpoint-26", "revnet-38", "resnet-32"):
         run = TrainingRun(model=model, dataset="cifar10", recipe="quick")

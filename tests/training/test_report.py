@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
 import shutil
-import subprocess
-import tempfile
-from pathlib import Path
 
 import pytest
 import torch
+from browser import Visit
 from tiny_runs import command, tiny
 from torch import nn
 
@@ -106,31 +103,6 @@ def test_a_report_that_fails_leaves_a_finished_run(tmp_path, capsys, monkeypatch
 def test_many_classes_fit_one_matrix():
     names = [f"class{i}" for i in range(100)]
     assert "<text" in confusion_matrix(torch.eye(100, dtype=torch.int64).tolist(), names)
-
-
-def browser() -> str:
-    for name in ("chromium", "chromium-browser", "google-chrome"):
-        if path := shutil.which(name):
-            return path
-    pytest.skip("no Chromium on this machine: install Debian's package chromium to run this test")
-
-
-class Visit:
-    """What headless Chromium made of a page: its document, its console, and what the page asked the network for."""
-
-    def __init__(self, page: Path, size: str = "1200,900") -> None:
-        flags = "--headless --no-sandbox --disable-gpu --disable-background-networking --no-first-run"
-        with tempfile.TemporaryDirectory() as profile:
-            words = [browser(), *flags.split(), f"--user-data-dir={profile}", f"--window-size={size}"]
-            words += ["--enable-logging=stderr", "--host-resolver-rules=MAP * ~NOTFOUND"]
-            words += [f"--log-net-log={profile}/net.json", "--dump-dom", f"file://{page}"]
-            done = subprocess.run(words, capture_output=True, text=True, timeout=120)
-            log = Path(profile, "net.json").read_text(errors="replace")
-        assert done.returncode == 0, done.stderr
-        self.document = done.stdout
-        self.console = re.findall(r"CONSOLE.*", done.stderr)
-        # The browser's own requests have no origin; those of a page from a file have the origin "null".
-        self.requests = re.findall(r'"initiator":"null"', log)
 
 
 @pytest.mark.browser

@@ -6,7 +6,7 @@ constant before the first and behind the last. Stem, transitions and head are co
 
 A block of a scheme on two halves acts over [t, t + h], so its sample lies in the middle, at t + h/2. A scheme on two
 successive states evaluates its field at t itself. Placed like this, linear interpolation comes closer to the shallow network
-than copying blocks does, as Chang et al. do (docs/networks.md has the distances).
+than copying blocks does, as Chang et al. do (docs/multilevel.md has the distances).
 """
 
 from __future__ import annotations
