@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
 import os
 import re
+import shlex
 import subprocess
 import sys
 import warnings
@@ -21,9 +23,8 @@ PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "d
 
 
 def python_blocks(page: str) -> list[str]:
-    """The ```python blocks of a page, in order, without those marked `# not run`."""
-    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
-    return [block for block in blocks if "# not run" not in block]
+    """The ```python blocks of a page, in order."""
+    return re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
 
 
 def wanted(page: str, what: str) -> str | None:
@@ -119,6 +120,33 @@ def test_a_section_with_measurements_names_a_command(page: str) -> None:
     for section in re.split(r"^(?=#)", text, flags=re.MULTILINE):
         if number := MEASURED.search(section):
             assert COMMAND.search(section), f"{section.splitlines()[0]!r} of {page} has {number[0]!r} and no command"
+
+
+def commands(page: str) -> list[str]:
+    """The commands of a page, in blocks of code and in its sentences."""
+    programs = r"(?:revode|make|pytest|torchrun|\S*python) "
+    text = re.sub(r"^```python.*?^```$", "", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
+    blocks = "".join(re.findall(r"^(?:```\w*\n.*?^```$|(?:    .*\n)+)", text, flags=re.MULTILINE | re.DOTALL))
+    printed = re.findall(rf"^ *({programs}.*)$", blocks.replace("\\\n", " "), flags=re.MULTILINE)
+    spoken = re.findall(rf"`({programs}[^`]+)`", re.sub(r"\s+", " ", without_code(page)))
+    return [re.sub(r"\s+#.*", "", command) for command in printed + spoken]
+
+
+@pytest.mark.parametrize("page", [page for page in [*PAGES, "CONTRIBUTING.md"] if commands(page)])
+def test_the_commands_of_a_page_are_understood(page: str) -> None:
+    """Flags and names exist, scripts and targets are there; what a command does, other tests show."""
+    from revode import cli
+
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    for command in commands(page):
+        program, *words = shlex.split(re.sub(r"\bN\b", "1", command))
+        if program == "make":
+            assert words[0] in targets, command
+        elif program == "revode" and not re.search(r"[\[|]", command):  # brackets: a synopsis
+            with contextlib.suppress(SystemExit) if "--help" in words else contextlib.nullcontext():
+                cli.parse(words)
+        for script in re.findall(r"\S+\.py\b", command):
+            assert (ROOT / script).exists() or script == "train.py", command
 
 
 def test_the_reference_has_every_public_name() -> None:

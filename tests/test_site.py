@@ -12,7 +12,21 @@ import pytest
 from browser import Visit
 
 ROOT = Path(__file__).parents[1]
-SHOWN = ["README.html", "docs/results.html", "docs/gallery.html", "docs/howto/cnn.html", "docs/reference/engine.html"]
+SHOWN = [
+    "README.html",
+    "docs/results.html",
+    "docs/benchmarks.html",
+    "docs/gallery.html",
+    "docs/howto/out-of-memory.html",
+    "docs/reference/engine.html",
+    "results/memory-cpu/memory.html",
+]
+PROBE = """<script>onload = () => {
+    const hidden = [...document.querySelectorAll("html, .main, .content, article")].map(e => e.scrollWidth - e.clientWidth)
+    parent.postMessage(Math.max(...hidden), "*")
+}</script>"""
+FRAME = """<body style="margin: 0"><script>onmessage = event => (document.body.dataset.hidden = event.data)</script>
+<iframe src="{name}" style="border: 0; width: {width}px; height: 2000px"></iframe>"""
 
 pytestmark = pytest.mark.slow
 
@@ -48,10 +62,17 @@ def test_the_root_leads_to_the_first_page(site: Path) -> None:
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("page", SHOWN)
 def test_a_browser_shows_a_page_without_errors_or_requests(page: str, dark: bool, site: Path) -> None:
-    visit = Visit(site / page, "390,844" if dark else "1280,900", dark=dark, seconds=2)
+    width = 390 if dark else 1280
+    probe, frame = ((site / page).with_suffix(f".{name}.html") for name in ("probe", "frame"))
+    probe.write_text((site / page).read_text() + PROBE)
+    frame.write_text(FRAME.format(name=probe.name, width=width))  # a window cannot be as narrow as a phone
+    visit = Visit(frame, f"{max(width, 500)},2000", dark=dark, seconds=2)
     assert visit.console == []
     assert visit.requests == []
-    assert "</article>" in visit.document
+    hidden = re.findall(r'data-hidden="(\d+)"', visit.document)
+    assert [int(pixels) <= 8 for pixels in hidden] == [True], (
+        "the page is wider than its window"
+    )  # headings stand out by 8
 
 
 @pytest.mark.browser
