@@ -215,3 +215,19 @@ def test_what_a_script_imports_is_there(path: Path) -> None:
             module = importlib.import_module(node.module)
             for alias in node.names:
                 assert hasattr(module, alias.name) or importlib.import_module(f"{node.module}.{alias.name}")
+
+
+@pytest.mark.slow
+def test_the_picture_of_the_gallery_is_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    path = ROOT / "examples" / "plane.py"
+    module: dict[str, object] = {"__name__": "plane"}
+    exec(compile(path.read_text(), str(path), "exec"), module)
+    module["STEPS"] = 2  # in place of 300
+    monkeypatch.setattr(sys, "argv", ["plane.py", "--figure", str(tmp_path / "plane.png")])
+    module["main"]()  # type: ignore[operator]
+    assert (tmp_path / "plane.png").stat().st_size > 10_000
+    printed = capsys.readouterr().out
+    assert printed.count("| Hamiltonian |") == printed.count("% | 0 |") == 2  # the input comes back, bit for bit
