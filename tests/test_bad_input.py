@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import signal
 import subprocess
 import sys
@@ -10,7 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from revode.cli import main
+import revode
+from revode.cli import COMMANDS, build_parser, main
+
+SOURCE = Path(revode.__file__).parent
 
 
 def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -85,10 +90,52 @@ def test_export_names_what_is_wrong(tmp_path, capsys) -> None:
     assert "nowhere" in refused(capsys, "export", str(tmp_path / "nowhere"), "--onnx")
 
 
-def test_places_for_runs_are_called_by_their_flag(tmp_path, capsys) -> None:
+def test_places_for_runs_that_cannot_be_written_are_named(tmp_path, capsys) -> None:
     (tmp_path / "file").touch()
     assert main(["reproduce", "memory", "--runs", str(tmp_path / "file")]) == 2
-    assert "give another --runs" in capsys.readouterr().err
+    assert f"cannot write to {tmp_path / 'file'}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("processes", "expected"), [("99", "--processes is 99; expected 1 to "), ("3", "give a divisor of 16")]
+)
+def test_processes_that_cannot_share_the_work_are_refused_once(
+    processes, expected, monkeypatch, tmp_path, capsys
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    given = ("--processes", processes, "--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out"))
+    assert expected in refused(capsys, "reproduce", "table-1", *given)
+    assert list(tmp_path.iterdir()) == []
+
+
+class TestFlags:
+    """Errors name flags, and only those that the command has."""
+
+    @pytest.mark.parametrize("command", COMMANDS)
+    def test_an_unknown_flag_names_the_nearest(self, command, capsys) -> None:
+        known = build_parser(command)[1][command].flags()[-1]
+        needed = {"data": ["get", "digits"], "export": ["run", "--onnx"], "bench": []}.get(command, ["name"])
+        with pytest.raises(SystemExit) as stopped:
+            main([command, *needed, f"{known}x"])
+        line = capsys.readouterr().err
+        assert stopped.value.code == 2
+        assert line.count("\n") == 1
+        assert known in line.partition("nearest:")[2]
+
+    def test_no_sentence_names_an_option_that_its_command_lacks(self) -> None:
+        """Rooms that several commands use call a flag with its command (`revode train --overwrite`), or by no name."""
+        shared = "networks stability engine files.py charts.py page.py training/run.py training/checkpoint.py".split()
+        train_only = ("check_vacant", "find_source", "_check_given")
+        for path in sorted(SOURCE.rglob("*.py")):
+            if not str(path.relative_to(SOURCE)).startswith(tuple(shared)):
+                continue
+            for function in ast.walk(ast.parse(path.read_text())):
+                if not isinstance(function, ast.FunctionDef) or function.name in train_only:
+                    continue
+                for node in ast.walk(function):
+                    if isinstance(node, ast.Raise):
+                        text = ast.unparse(node)
+                        assert not re.search(r"(?<!revode train )--[a-z]", text), (path, function.name, text)
 
 
 def test_a_measurement_that_is_terminated_leaves_a_page_of_what_is_finished(tmp_path: Path) -> None:

@@ -35,11 +35,16 @@ class Parser(argparse.ArgumentParser):
 
     def refuse(self, words: list[str]) -> NoReturn:
         """Exit as `error` does, on words that no argument takes."""
-        flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
         word = words[0].partition("=")[0]
-        near = nearest(word, flags) if word.startswith("-") else []
+        near = nearest(word, self.flags()) if word.startswith("-") else []
         kind = "flag" if word.startswith("-") else "argument"
         self.error(f"unknown {kind} {word}{_hint(near)}")
+
+    def flags(self) -> list[str]:
+        """Its long flags, and those of the commands below it."""
+        below = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
+        own = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
+        return own + [flag for action in below for parser in action.choices.values() for flag in parser.flags()]
 
 
 def build_parser(command: str | None = None) -> tuple[Parser, dict[str, Parser]]:

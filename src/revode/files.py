@@ -23,7 +23,7 @@ def write_atomically(path: Path, data: str | bytes | memoryview, keep_as: Path |
 
     Args:
         path: Where to.
-        data: Text (written as UTF-8) or bytes.
+        data: Text (written as UTF-8; paths in it that are not come back as their bytes) or bytes.
         keep_as: A second name that the file now at `path` keeps.
 
     Raises:
@@ -32,7 +32,7 @@ def write_atomically(path: Path, data: str | bytes | memoryview, keep_as: Path |
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with open(unfinished, "wb") as stream:
-            stream.write(data.encode() if isinstance(data, str) else data)
+            stream.write(data.encode(errors="surrogateescape") if isinstance(data, str) else data)
             stream.flush()
             os.fsync(stream.fileno())
         if keep_as is not None and path.exists():
@@ -102,12 +102,8 @@ def read_json_lines(path: Path) -> list[Any]:
 
 
 @contextlib.contextmanager
-def locked(folder: Path, flag: str = "--out") -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
     """Create `folder` and be its only writer until the end. The lock dies with the process, however that ends.
-
-    Args:
-        folder: The directory.
-        flag: How the user gives another one.
 
     Raises:
         ValueError: Another process writes it, or it cannot be written.
@@ -123,10 +119,10 @@ def locked(folder: Path, flag: str = "--out") -> Iterator[None]:
         owner = path.read_text(errors="replace").strip()
         raise ValueError(
             f"another process{f' ({owner})' if owner else ''} is working in {folder}; wait for it, stop it, "
-            f"or give another {flag}"
+            "or choose another directory"
         ) from error
     except OSError as error:
-        raise ValueError(f"cannot write to {folder} ({error.strerror}); give another {flag}") from error
+        raise ValueError(f"cannot write to {folder} ({error.strerror}); choose another directory") from error
     try:
         with contextlib.suppress(OSError):
             path.write_text(str(os.getpid()))

@@ -6,9 +6,10 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from tiny_runs import command
+from tiny_runs import FLAGS, command
 
 import revode
 from revode.files import locked
@@ -143,3 +144,37 @@ def test_weights_of_the_package_are_analysed_on_their_own_images(package, capsys
     code, out, _ = command("analyze", *words, capsys=capsys)
     assert code == 0
     assert json.loads(out)["model"] == "hamiltonian-digits"
+
+
+def in_a_process(folder: Path, **environment: str) -> subprocess.Popen[str]:
+    """A tiny training with its report, in a process of its own."""
+    words = [sys.executable, "-m", "revode.cli", "train", "--out", str(folder), *FLAGS, "--max-steps=2", "--report"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "encoding": "utf-8"}
+    return subprocess.Popen(
+        [word for word in words if word != "--no-report"], env={**os.environ, **environment}, **pipes
+    )
+
+
+def test_a_path_that_is_not_ascii_works_where_the_locale_is(tmp_path):
+    folder = tmp_path / "r\u00fcn-\u00e9"
+    process = in_a_process(
+        folder, LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0", PYTHONIOENCODING="utf-8:surrogateescape"
+    )
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (0, "")
+    assert f"  {folder / 'report.html'}" in out
+    assert folder.name in (folder / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_reader_that_leaves_after_one_line_leaves_a_finished_run(tmp_path):
+    """As ``revode train | head -1``."""
+    process = in_a_process(tmp_path / "run")
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert "training" in process.stdout.readline()
+    process.stdout.close()
+    err = process.stderr.read()
+    assert (process.wait(timeout=120), err) == (0, "")
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["steps"] == 2
+    assert (tmp_path / "run" / "report.html").exists()
+    process.stderr.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,13 +61,16 @@ def run(args: argparse.Namespace) -> int:
     from revode.reproduce.task import HOME, Setup
     from revode.training.terminal import Interrupted
 
-    if args.processes < 1:
-        raise ValueError(f"--processes is {args.processes}; expected at least 1")
+    most = max(2, os.cpu_count() or 1)
+    if not 1 <= args.processes <= most:
+        raise ValueError(f"--processes is {args.processes}; expected 1 to {most} on this machine")
     use_threads(args.threads)
     check_folder(args.out)
     item, scope = find_item(args.item), make_scope(args.budget, args.seeds, args.data_root)
     home = Path(args.runs) if args.runs else HOME
     setup = Setup(home, args.data_root, args.threads, args.processes, args.autocast)
+    for task in item.tasks(scope):
+        setup.check(task)
     if args.dry_run:
         print(f"{item.title}\n{item.budget_note(scope)}")
         print("\n".join(listing(item.tasks(scope), setup)))

@@ -74,7 +74,7 @@ def reproduce(
     found = Reproduction()
     outcomes: list[Outcome] = []
     say(f"{item.title}\n{item.budget_note(scope)}")
-    with locked(setup.home / f"{item.name}-{scope.budget}", "--runs"):
+    with locked(setup.home / f"{item.name}-{scope.budget}"):
         try:
             for number, task in enumerate(tasks, 1):
                 known = setup.finished(task)

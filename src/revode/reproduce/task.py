@@ -56,6 +56,14 @@ class Setup:
         shared = f" --processes {self.processes}" if self.processes > 1 else ""
         return shared + (f" --autocast {self.autocast}" if self.autocast != "none" else "")
 
+    def check(self, task: Task) -> None:
+        """Refuse a task whose batches cannot be shared among the processes."""
+        batch = getattr(task, "batch_size", 0) if task.is_training else 0
+        if batch % self.processes:
+            raise ValueError(
+                f"--processes is {self.processes}, but {task.title} has batches of {batch} images; give a divisor of {batch}"
+            )
+
     def finished(self, task: Task) -> dict[str, Any] | None:
         """The result of a task that was done before."""
         return read_json(self.folder(task) / RESULT)
@@ -114,7 +122,7 @@ class Measurement(Task):
     def execute(self, setup: Setup) -> dict[str, Any]:
         """Measure under the directory's lock, and keep the numbers with what they depend on."""
         folder = setup.folder(self)
-        with locked(folder, "--runs"):
+        with locked(folder):
             found = setup.finished(self)  # another process may have been quicker
             if found is not None:
                 return found

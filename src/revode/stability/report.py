@@ -92,7 +92,7 @@ def write_page(analyses: Sequence[Analysis], folder: str | Path, source: str) ->
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"cannot write to {folder} ({error.strerror}); give another --out") from error
+        raise ValueError(f"cannot write to {folder} ({error.strerror}); choose another directory") from error
     numbers = [analysis.to_dict() for analysis in analyses]
     write_atomically(folder / NUMBERS, json.dumps(numbers[0] if len(numbers) == 1 else numbers, indent=1) + "\n")
     return _page(analyses, source).write(folder / PAGE)

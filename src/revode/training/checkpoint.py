@@ -57,9 +57,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise ValueError(
-            f"cannot read the checkpoint {path} ({error.strerror}); give --resume a run or a .ckpt"
-        ) from error
+        raise ValueError(f"cannot read the checkpoint {path} ({error.strerror}); give a run or a .ckpt") from error
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             damaged = archive.testzip()
@@ -72,7 +70,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(f"the checkpoint {path} is damaged ({reason}); resume from another") from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
-        raise ValueError(f"{path} is not a checkpoint of `revode train`; give --resume a run directory or its .ckpt")
+        raise ValueError(f"{path} is not a checkpoint of `revode train`; give a run directory or its .ckpt")
     return state
 
 
@@ -100,7 +98,9 @@ def read_newest(folder: Path, note: Callable[[str], None]) -> dict[str, Any] | N
             note(f"{faults[0]}; going back to {path}, step {state.get('step')}")
         return state
     if faults:
-        raise ValueError(f"{'; '.join(faults)}; no good checkpoint is left: start again with --overwrite")
+        raise ValueError(
+            f"{'; '.join(faults)}; no good checkpoint is left: start again with `revode train --overwrite`"
+        )
     return None
 
 
@@ -321,7 +321,7 @@ def merge(old: Config, new: Config, given: Sequence[str], note: Callable[[str], 
         name = fixed[0]
         raise ValueError(
             f"the run to resume has {LEAVES[name].path} {ours[name]}, but {theirs[name]} was asked for; "
-            "leave that out, or start another run with another --out"
+            "leave that out, or start another run in another directory"
         )
     if changed.keys() & {"epochs", "max_steps"} and ours["schedule"] in ("cosine", "one-cycle"):
         note(

@@ -164,16 +164,16 @@ def _bound_cause(model: nn.Module, images: Tensor) -> list[str]:
     if worst.usage > 1:
         return [
             f"likely cause: h = {worst.h:g} is above its bound {worst.sharp:.3g} at {place}; "
-            f"use a smaller h (--options h={0.9 * worst.sharp:.2g}) or more weight decay"
+            f"use a smaller h (option h={0.9 * worst.sharp:.2g}) or more weight decay"
         ]
     return [f"h = {worst.h:g} is within its bound {worst.sharp:.3g} (tightest at {place}), so h is not the cause"]
 
 
 def _learning_rate_cause(job: Job, step: int) -> str:
     rate = job.learning_rate(step)
-    clip = "" if job.config.optimization.clip else " or --clip 1"
+    clip = "" if job.config.optimization.clip else " or clip=1"
     lower = job.config.optimization.lr / 3
-    return f"the learning rate was {rate:.3g} at this step; if it rose too fast, try --lr {lower:.1g}{clip}"
+    return f"the learning rate was {rate:.3g} at this step; if it rose too fast, try lr={lower:.1g}{clip}"
 
 
 @dataclass

@@ -89,7 +89,7 @@ def train(
             if source.result and not source.state:
                 raise ValueError(
                     f"{folder} is finished, at step {source.result['steps']}, and has no checkpoint to go on from; "
-                    "replace it with --overwrite, or give another --out"
+                    "replace it by `revode train --overwrite`, or choose another directory"
                 )
             watchers = [*_own_monitors(job), *monitors]
             _refuse_what_shards_cannot(job, watchers)

@@ -84,7 +84,7 @@ class MetricsLog:
             self._stream.truncate(min(offset, path.stat().st_size))
             self._stream.seek(0, os.SEEK_END)
         except OSError as error:
-            raise ValueError(f"cannot write {path} ({error.strerror}); give another --out") from error
+            raise ValueError(f"cannot write {path} ({error.strerror}); choose another directory") from error
 
     def write(self, **values: Any) -> None:
         """Append one line."""
@@ -106,7 +106,7 @@ class MetricsLog:
         except OSError as error:
             raise ValueError(
                 f"cannot write {self.path} ({error.strerror}); the last checkpoint is intact: "
-                "make room and go on with --resume auto"
+                "make room and resume the run"
             ) from error
 
     def close(self) -> None:
