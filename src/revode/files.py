@@ -177,6 +177,11 @@ def human_time(seconds: float) -> str:
     return f"{seconds / 3600:.1f} h"
 
 
+def human_range(seconds: float) -> str:
+    """An estimate of a duration, which other programs and other networks may miss by a factor of 1.5."""
+    return f"{human_time(seconds / 1.5)} to {human_time(1.5 * seconds)}"
+
+
 def versions() -> dict[str, str]:
     """Name -> version of what computes."""
     import numpy

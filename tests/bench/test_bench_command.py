@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -165,3 +166,13 @@ def test_bars_take_the_worst_value() -> None:
     assert found["bytes kept, store / reversible at 1202 layers"].worst == pytest.approx(31.25)
     assert found["bytes kept for an image, 1202 / 74 layers, reversible"].worst == pytest.approx(1.0)
     assert found["step time for a block, 1000 / 10 blocks"].worst == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_times_that_mean_little_are_said_to(
+    wide: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = dataclasses.replace(row("stage-8x8", "revode", 1.0), seconds_low=0.9, seconds_high=1.3 if wide else 1.0)
+    monkeypatch.setattr("revode.bench.measure.measure", lambda *_: [found])
+    assert main([*SMALL, "--method", "revode"]) == 0
+    assert ("revode's quartiles lie 40% of its median apart" in capsys.readouterr().err) == wide

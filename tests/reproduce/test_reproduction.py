@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -176,6 +177,7 @@ def test_dry_run_lists_tasks_with_estimates_and_does_nothing(tmp_path, capsys):
     assert "CPU budget: 2 epochs" in printed
     assert printed.count("  to do  ") == 7
     assert "TFLOP" in printed
+    assert re.search(r"left to do: .* TFLOP, [\d.]+ (s|min|h) to [\d.]+ (s|min|h) at", printed)
     assert not list(tmp_path.iterdir())
 
 

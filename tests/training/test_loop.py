@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import time
 
 import pytest
 import torch
 from tiny_runs import FLAGS, assert_same_bits, command, read_rows, tiny, without_batch_statistics
 
 import revode
-from revode.training import Diverged, Interrupted, configure, load_run, train
+from revode.training import Diverged, Interrupted, configure, load_run, run, train
 from revode.training.job import Job
 
 ALL_FEATURES = {"ema": 0.9, "schedule": "one-cycle", "label_smoothing": 0.1, "clip": 1.0, "nesterov": True}
@@ -241,13 +243,13 @@ def test_planning_changes_no_bit_of_the_weights(tmp_path):
     assert all(torch.equal(kept[name], tensor) for name, tensor in job.model.named_parameters())
 
 
-@pytest.mark.parametrize(("clock", "seconds", "runs"), [((0, 2.5, 3, 3.5), 0.5, 2), ((0, 30), 30, 1)])
-def test_the_time_foretold_leaves_out_the_first_run_unless_that_is_long(monkeypatch, clock, seconds, runs):
+@pytest.mark.parametrize(("clock", "seconds", "runs"), [((0, 2.5, 3, 3.5, 4, 4.9, 5, 5.8), 0.5, 4), ((0, 30), 30, 1)])
+def test_the_time_foretold_is_the_shortest_without_the_first_run_unless_that_is_long(monkeypatch, clock, seconds, runs):
     from revode.training import planning
 
     done = []
     monkeypatch.setattr(planning.time, "perf_counter", iter(clock).__next__)
-    assert planning._seconds(lambda: done.append(1), torch.device("cpu")) == seconds
+    assert planning.fastest(lambda: done.append(1), torch.device("cpu")) == seconds
     assert len(done) == runs
 
 
@@ -319,3 +321,26 @@ def test_plain_output_has_no_colour_and_fits_80_columns(tmp_path, capsys):
     assert "MFLOP" in out
     paths = str(tmp_path)
     assert all(len(line) <= 80 for line in out.splitlines() if paths not in line)
+
+
+def test_progress_is_shown_at_every_step_whatever_is_logged(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("revode.training.terminal._QUIET_SECONDS", 0.0)
+    train(tiny(log_every=100, evaluation_batch_size=120), tmp_path / "run")
+    lines = capsys.readouterr().out.splitlines()
+    trained = [line for line in lines if line.startswith("step ") and "images/s" in line]
+    assert [int(line.split()[1].partition("/")[0]) for line in trained] == list(range(1, 13))
+    assert all(re.search(r"loss \d.*accuracy .*left  (process|GPU) (peak )?[\d.]+ [MG]B$", line) for line in trained)
+    assert [line.split()[-1] for line in lines if "scoring: " in line] == 2 * ["0%", "33%", "67%"]
+
+
+def test_the_speed_of_a_run_is_that_of_its_updates(tmp_path, monkeypatch):
+    from revode.training import loop
+
+    def slowly(*args, **kwargs):
+        time.sleep(0.5)
+        return run.evaluate(*args, **kwargs)
+
+    monkeypatch.setattr(loop, "evaluate", slowly)
+    result = train(tiny(max_steps=16), tmp_path / "run")
+    assert result["seconds"] > 1.0
+    assert 16 * 32 / result["images_per_second"] <= result["seconds"] - 1.0

@@ -29,6 +29,8 @@ SCALING_BUDGET = 180.0
 """Seconds for the repetitions of all depths together."""
 LAYOUTS = ("channels_last", "contiguous")
 MIN_REPEATS, MAX_REPEATS = 3, 15
+WIDE = 0.2
+"""Quartiles that lie further apart, as a share of the median, make a comparison of times meaningless."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +98,11 @@ class Row:
     def floor(self) -> float:
         """Seconds of the step's convolutions and matrix products, called alone."""
         return self.roofline * self.seconds
+
+    @property
+    def spread(self) -> float:
+        """Distance of the quartiles over the median."""
+        return (self.seconds_high - self.seconds_low) / self.seconds
 
     def summary(self) -> dict[str, Any]:
         """The columns that ``revode bench --json`` promises."""

@@ -56,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
     from revode.stability.report import write_page
     from revode.stability.sentences import summary
     from revode.stability.walk import reversible_units
+    from revode.training.terminal import passing
 
     if args.num_images < 1:
         raise ValueError(f"--num-images must be at least 1, got {args.num_images}")
@@ -78,9 +79,9 @@ def run(args: argparse.Namespace) -> int:
     source = ""
     for subject, model in networks:
         images, labels, source = _images(name, args.data_root, args.num_images, model)
-        results.append(
-            analyze(model, images, labels, name=_label(subject, model), seed=args.seed, note=_progress(args.json))
-        )
+        note = lambda line: passing(f"measuring: {line}")  # noqa: E731
+        results.append(analyze(model, images, labels, name=_label(subject, model), seed=args.seed, note=note))
+    passing("")
     if args.json:
         numbers = [result.to_dict() for result in results]
         print(json.dumps(numbers[0] if len(numbers) == 1 else numbers))
@@ -90,12 +91,6 @@ def run(args: argparse.Namespace) -> int:
         page = write_page(results, args.out or _default_folder(args.subject), source)
         print(f"\npage: {page}", file=sys.stderr if args.json else sys.stdout)
     return 0
-
-
-def _progress(quiet: bool) -> Any:
-    if quiet or not sys.stderr.isatty():
-        return lambda line: None
-    return lambda line: print(f"measuring: {line:<30}", end="\r", file=sys.stderr, flush=True)
 
 
 def _default_folder(subject: str) -> Path:

@@ -106,7 +106,7 @@ def _plan(args: argparse.Namespace) -> list[tuple[Any, list[Any]]]:
 def _measure(plan: list[tuple[Any, list[Any]]], settings: Any) -> tuple[list[Any], bool]:
     """Rows, and whether a workload failed: that costs its own rows, not those of the others."""
     from revode.bench.footprint import Footprints
-    from revode.bench.measure import measure, with_block_times
+    from revode.bench.measure import WIDE, measure, with_block_times
     from revode.bench.workloads import DEPTHS
 
     rows: list[Any] = []
@@ -121,6 +121,12 @@ def _measure(plan: list[tuple[Any, list[Any]]], settings: Any) -> tuple[list[Any
                 _note(f"{workload.name} failed and has no rows: {error}")
                 continue
             rows.extend(found)
+            for row in found:
+                if row.spread > WIDE:
+                    _note(
+                        f"{row.method}'s quartiles lie {row.spread:.0%} of its median apart: its time means little; "
+                        "end other programs, or give more --repeats"
+                    )
             if not found:
                 names = ", ".join(method.name for method in methods)
                 _note(f"{workload.name} has no rows: {names} is not installed, or cannot run it")

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import functools
 import json
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from revode import data
-from revode.files import human_time
+from revode.files import human_range, human_time
 from revode.networks import create_model, describe, model_config
 from revode.reproduce.task import Setup, Task
+from revode.training.planning import fastest
 
 
 def step_units(model: str, options: dict[str, Any]) -> int:
@@ -38,16 +38,12 @@ def _flops(model: str, channels: int, image_size: int, options: str) -> int:
 
 @functools.cache
 def measured_rate() -> float:
-    """Floating-point operations a second of a training step here and now: the best of three, of a small network."""
+    """Floating-point operations a second of a training step of a small network, here and now."""
     with torch.random.fork_rng(devices=[]):
         model = create_model("hamiltonian-26").to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         images = torch.randn(32, 3, 32, 32).contiguous(memory_format=torch.channels_last)
-        times = []
-        for _ in range(4):
-            started = time.perf_counter()
-            model(images).square().sum().backward()
-            times.append(time.perf_counter() - started)
-    return 4 * 32 * describe(model).flops / min(times[1:])
+        seconds = fastest(lambda: model(images).square().sum().backward(), images.device)
+    return 4 * 32 * describe(model).flops / seconds
 
 
 def listing(tasks: Sequence[Task], setup: Setup) -> list[str]:
@@ -65,7 +61,7 @@ def listing(tasks: Sequence[Task], setup: Setup) -> list[str]:
             f"{number:>3}  {state:<8} {task.title:<58} {size:<44} {flops / 1e12:>10,.1f} TFLOP  {human_time(flops / rate):>8}"
         )
     lines.append(
-        f"left to do: {total / 1e12:,.1f} TFLOP, about {human_time(total / rate)} at the {rate / 1e9:.0f} GFLOP/s that a "
+        f"left to do: {total / 1e12:,.1f} TFLOP, {human_range(total / rate)} at the {rate / 1e9:.0f} GFLOP/s that a "
         "training step reaches on this CPU now (float32, one process)"
     )
     return lines

@@ -128,7 +128,8 @@ class Position:
         evaluated_at: The step of the last evaluation.
         best_accuracy: On the validation split, or None.
         best_step: Where that was.
-        seconds: Spent training, over all its processes' lives.
+        seconds: Since its start, over all its processes' lives.
+        seconds_scoring: Of these, not spent on updates.
         peak_activation_bytes: Measured on the first update.
         loss_sum, num_correct, num_images: This process's sums since the last line of metrics.
     """
@@ -138,6 +139,7 @@ class Position:
     best_accuracy: float | None = None
     best_step: int | None = None
     seconds: float = 0.0
+    seconds_scoring: float = 0.0
     peak_activation_bytes: int = 0
     loss_sum: float = 0.0
     num_correct: int = 0

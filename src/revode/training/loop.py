@@ -98,7 +98,7 @@ def train(
             images = job.config.optimization.batch_size
             with (
                 _recording(job, folder, source, position.step, overwrite) as metrics,
-                Progress(job.num_steps, position.step, images, not group.leads) as progress,
+                Progress(job.num_steps, images, not group.leads) as progress,
             ):
                 training = Training(job, folder, plan, position, metrics, progress, interruption, watchers)
                 training.announce()
@@ -130,7 +130,9 @@ class Training:
         job.model.train()
         while True:
             if self._evaluation_due():
+                began = time.perf_counter()
                 self._evaluate()
+                position.seconds_scoring += time.perf_counter() - began
             position.seconds = time.perf_counter() - started
             if signal_number := job.group.largest(self.interruption.signal_number):
                 self._save()
@@ -150,6 +152,7 @@ class Training:
             position.step += 1
             position.count(result)
             position.seconds = time.perf_counter() - started
+            self.progress.step(position)
             if position.step % record.log_every == 0 or position.step == job.num_steps:
                 self._log(epoch, result)
             if self.monitors and position.step % record.monitor_every == 0:
@@ -240,7 +243,6 @@ class Training:
             lr=self.job.learning_rate(position.step - 1),
             gradient_norm=result.gradient_norm if math.isfinite(result.gradient_norm) else None,
         )
-        self.progress.step(position.step, loss / images, correct / images)
 
     def _enter_level(self) -> None:
         """Go on with a deeper network or larger images, and record what is left of the accuracy."""
@@ -310,6 +312,7 @@ class Training:
             edge=self.job.image_edge(),
             memory_format=self.job.memory_format,
             should_stop=lambda: stoppable and bool(self.interruption.signal_number),
+            note=lambda done, total: self.progress.scoring(self.position.step, done, total),
         )
         if score is not None and not math.isfinite(score.loss):
             raise self._diverged(f"evaluation found a loss of {score.loss}")

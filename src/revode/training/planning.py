@@ -17,10 +17,13 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from revode.engine import STRATEGIES, ReversibleSequence
-from revode.files import human_bytes, human_time
+from revode.files import human_bytes, human_range
 
 _LONG = 10.0
 """Seconds of a step beside which preparing its kernels does not count."""
+
+_MOST_RUNS, _ENOUGH = 7, 2.0
+"""Runs of a step that is timed, and seconds after which there are no more."""
 
 
 class PeakActivations:
@@ -110,7 +113,7 @@ class Plan:
             f"  forward      {self.flops_per_image / 1e6:,.1f} MFLOP an image",
             f"  activations  {memory}",
             f"               (this run: {self.strategy})",
-            f"  time         about {human_time(self.seconds_per_step * self.num_steps)} for {self.num_steps:,} steps",
+            f"  time         {human_range(self.seconds_per_step * self.num_steps)} for {self.num_steps:,} steps",
         ]
 
 
@@ -138,7 +141,7 @@ def make_plan(
                 loss = F.cross_entropy(trial(images[:count]).float(), labels[:count])
             loss.backward()
 
-        seconds = _seconds(lambda: step(len(images)), images.device) * accumulate
+        seconds = fastest(lambda: step(len(images)), images.device) * accumulate
         memory = {}
         for name in STRATEGIES if sequences else ("store",):
             trial = copy.deepcopy(model).train()
@@ -184,18 +187,21 @@ def _extrapolate(model: nn.Module, step: Callable[[int], None], num_images: int)
     return peaks[0] + (peaks[-1] - peaks[0]) * (num_images - 2)
 
 
-def _seconds(action: Callable[[], None], device: torch.device) -> float:
-    """Time of `action`: of its second run, since the first also prepares kernels; of the first where that is long enough."""
-    seconds = 0.0
-    for _ in range(2):
+def fastest(action: Callable[[], object], device: torch.device) -> float:
+    """Seconds of `action`: the shortest of some runs, since what else the machine does only makes them longer.
+
+    The first run also prepares kernels and does not count, unless it is so long that this makes no difference.
+    """
+    seconds: list[float] = []
+    while len(seconds) < 2 or (len(seconds) <= _MOST_RUNS and sum(seconds[1:]) < _ENOUGH):
         start = time.perf_counter()
         action()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        seconds = time.perf_counter() - start
-        if seconds > _LONG:
-            break
-    return seconds
+        seconds.append(time.perf_counter() - start)
+        if seconds[0] > _LONG:
+            return seconds[0]
+    return min(seconds[1:])
 
 
 @torch.no_grad()

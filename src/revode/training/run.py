@@ -26,6 +26,7 @@ from revode.training.checkpoint import CONFIG, FILES, METRICS, REPORT, RESULT, W
 from revode.training.config import Config, from_leaves, read_yaml
 from revode.training.distributed import Group, choose_device
 from revode.training.job import Job, build_model, choose_images
+from revode.training.terminal import passing
 
 _DERIVED = ("model.onnx", "stability.html", "stability.json", "events.out.tfevents.*")
 """What ``export``, ``analyze`` and ``--tensorboard`` add by default: of the same network, so it goes with it."""
@@ -158,6 +159,7 @@ def evaluate(
     edge: int | None = None,
     memory_format: torch.memory_format = torch.contiguous_format,
     should_stop: Callable[[], bool] = lambda: False,
+    note: Callable[[int, int], None] = lambda done, total: None,
 ) -> Score | None:
     """Score `model` on every image of `split` once, resampled to `edge`; None if `should_stop` said so on the way.
 
@@ -173,6 +175,7 @@ def evaluate(
     shares = list(data.evaluation_batches(len(split), batch_size, rank=group.rank, world_size=group.world_size))
     try:
         for index in range(group.largest(len(shares))):
+            note(index, len(shares))
             if group.largest(int(should_stop())):
                 return None
             batch = split.take(shares[index] if index < len(shares) else torch.zeros(1, dtype=torch.int64))
@@ -242,7 +245,9 @@ def score_run(run: Run, split: str = "test", data_root: str | None = None) -> Sc
     device = next(run.model.parameters()).device
     images = choose_split(run.config, dataset, split).to(device)
     size = run.config.record.evaluation_batch_size
-    score = evaluate(run.model, images, dataset, Group(0, 1, device), batch_size=size)
+    note = lambda done, total: passing(f"scoring: {done / total:.0%}")  # noqa: E731
+    score = evaluate(run.model, images, dataset, Group(0, 1, device), batch_size=size, note=note)
+    passing("")
     assert score is not None
     return score
 
@@ -288,7 +293,8 @@ def finish(
     try:
         from revode.training.report import write_report
 
-        print(f"  {write_report(folder, job.config.record.data_root)}")
+        path = write_report(folder, job.config.record.data_root)
+        print(f"  {path}")
     except ImportError as error:
         print(f"  no {REPORT}: {error}; install revode[plot] and run `revode report {quoted}`")
     except Exception as error:  # the run is done and written: a page that fails must not make it look failed
@@ -312,7 +318,7 @@ def make_result(
     job: Job, position: Position, plan: dict[str, Any], score: Score | None, weights_of: str
 ) -> dict[str, Any]:
     """What ``result.json`` holds; accuracies are fractions."""
-    config = job.config
+    config, trained = job.config, position.seconds - position.seconds_scoring
     return {
         "model": config.model.name,
         "dataset": config.data.dataset,
@@ -325,7 +331,7 @@ def make_result(
         "steps": position.step,
         "epochs": position.step / job.steps_per_epoch,
         "seconds": round(position.seconds, 3),
-        "images_per_second": round(position.step * config.optimization.batch_size / max(1e-9, position.seconds), 1),
+        "images_per_second": round(position.step * config.optimization.batch_size / max(1e-9, trained), 1),
         "peak_activation_bytes": position.peak_activation_bytes,
         "plan": plan,
         "confusion": None if score is None else score.confusion.tolist(),

@@ -11,12 +11,21 @@ import sys
 import time
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from revode.files import human_bytes, human_time
 
+if TYPE_CHECKING:
+    from revode.training.checkpoint import Position
+
 _QUIET_SECONDS = 10.0
 """Plain lines come no more often than this."""
+
+
+def passing(text: str) -> None:
+    """Say on a terminal what is being done now, in a line that the next one replaces; nothing elsewhere."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
 
 class Progress:
@@ -24,14 +33,12 @@ class Progress:
 
     Args:
         num_steps: Updates in the run.
-        start_step: Updates already done.
         images_per_step: Size of the global batch.
         silent: Whether to say nothing at all.
     """
 
-    def __init__(self, num_steps: int, start_step: int, images_per_step: int, silent: bool = False) -> None:
+    def __init__(self, num_steps: int, images_per_step: int, silent: bool = False) -> None:
         self._num_steps = num_steps
-        self._start_step = start_step
         self._images_per_step = images_per_step
         self._silent = silent
         self._bar: Any = None
@@ -39,8 +46,7 @@ class Progress:
         self._last_line = 0.0
 
     def __enter__(self) -> Progress:
-        self._start = time.perf_counter()
-        self._last_line = self._start
+        self._last_line = time.perf_counter()
         if not self._silent and sys.stdout.isatty():
             self._open_bar()
         return self
@@ -55,31 +61,40 @@ class Progress:
             BarColumn(bar_width=None), MofNCompleteColumn(), TextColumn("{task.description}"), expand=True
         )
         self._bar.start()
-        self._task = self._bar.add_task("", total=self._num_steps, completed=self._start_step)
+        self._task = self._bar.add_task("", total=self._num_steps)
 
     def __exit__(self, *exception: object) -> None:
         if self._bar is not None:
             self._bar.stop()
 
-    def step(self, step: int, loss: float, accuracy: float) -> None:
-        """Show where training stands."""
-        if self._silent:
+    def step(self, position: Position) -> None:
+        """Show where training stands, after every update; the means are those since the last line of metrics."""
+        if not self._due():
             return
-        now = time.perf_counter()
-        if self._bar is None and now - self._last_line < _QUIET_SECONDS:
-            return
-        rate = (step - self._start_step) / max(1e-9, now - self._start)
-        left = human_time((self._num_steps - step) / rate) if rate else "?"
+        step, images = position.step, max(1, position.num_images)
+        left = human_time((self._num_steps - step) * position.seconds / max(1, step))
+        speed = step * self._images_per_step / max(1e-9, position.seconds - position.seconds_scoring)
         text = (
-            f"loss {loss:.3f}  accuracy {accuracy:6.1%}  {rate * self._images_per_step:.0f} images/s  "
-            f"{left} left  {human_bytes(memory_in_use())}"
+            f"loss {position.loss_sum / images:.3f}  accuracy {position.num_correct / images:6.1%}  "
+            f"{speed:.0f} images/s  {left} left  {memory_in_use()}"
         )
+        self._show(step, text)
+
+    def scoring(self, step: int, done: int, total: int) -> None:
+        """Show how much of a split is scored."""
+        if self._due():
+            self._show(step, f"scoring: {done / max(1, total):.0%}")
+
+    def _due(self) -> bool:
+        """Whether to show anything now: a bar looks after its own pace, lines come seldom."""
+        return not self._silent and (self._bar is not None or time.perf_counter() - self._last_line >= _QUIET_SECONDS)
+
+    def _show(self, step: int, text: str) -> None:
         if self._bar is not None:
             self._bar.update(self._task, completed=step, description=text)
             return
-        self._last_line = now
-        width = len(str(self._num_steps))
-        self.line(f"step {step:>{width}}/{self._num_steps}  {text}")
+        self._last_line = time.perf_counter()
+        self.line(f"step {step:>{len(str(self._num_steps))}}/{self._num_steps}  {text}")
 
     def line(self, text: str) -> None:
         """Say one line, above the bar if there is one."""
@@ -95,19 +110,20 @@ class Progress:
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (for what others print until the process ends)
 
 
-def memory_in_use() -> int:
-    """Bytes of the GPU if one is used, else of this process."""
+def memory_in_use() -> str:
+    """Peak of the GPU's memory if one is used, else the memory of this process, in words."""
     import torch
 
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        return torch.cuda.max_memory_allocated()
+        return f"GPU peak {human_bytes(torch.cuda.max_memory_allocated())}"
     import resource
 
     try:
         import psutil
     except ImportError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return psutil.Process().memory_info().rss
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        return f"process peak {human_bytes(peak)}"
+    return f"process {human_bytes(psutil.Process().memory_info().rss)}"
 
 
 class Interrupted(RuntimeError):
