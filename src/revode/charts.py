@@ -169,7 +169,7 @@ def lines(
     """
     for index, (name, (x, y)) in enumerate(series.items()):
         style = look(index) | {"linestyle": "none" if name in points else "-" if index < len(COLOURS) else "--"}
-        style |= {"markersize": 4} if mark else {"marker": None}
+        style |= {"markersize": 4} if mark or len(x) < 3 else {"marker": None}
         axes.errorbar(x, y, yerr=(errors or {}).get(name), capsize=3 if errors else 0, label=name, **style)
     axes.set(xlabel=xlabel, ylabel=ylabel)
     if log_x:
@@ -226,6 +226,48 @@ def bars(
     axes.grid(axis="y", visible=False)
     if name:
         axes.figure.legend(fontsize="small", loc="outside lower center", ncols=2)
+
+
+def pictures(rows: Sequence[Sequence[tuple[Any, str]]]) -> str:
+    """Rows of images (tensors of channels, height and width), each under its caption.
+
+    An image of three channels has its colours; one channel is drawn in grey, from its least to its largest value.
+    """
+    from matplotlib.figure import Figure
+
+    columns = max(map(len, rows))
+    lines = max(caption.count("\n") + 1 for row in rows for _, caption in row)
+    with chart_style():
+        figure = Figure(figsize=(5.4, len(rows) * (5.4 / columns + 0.2 * lines)))
+        grid = figure.subplots(len(rows), columns, squeeze=False)
+        for axes in grid.flat:
+            axes.set_axis_off()
+        for i, row in enumerate(rows):
+            for axes, (image, caption) in zip(grid[i], row, strict=False):
+                pixels = image.detach().permute(1, 2, 0).numpy()
+                shown = pixels.clip(0, 1) if pixels.shape[2] == 3 else pixels[:, :, 0]
+                axes.imshow(shown, cmap="gray", interpolation="nearest")
+                axes.set_title(caption, fontsize=9, color=INK)
+        return svg(figure)
+
+
+@chart(figsize=(5.4, 5.0))
+def shares(axes: Any, counts: Sequence[Sequence[int]], names: Sequence[str], across: str, down: str) -> None:
+    """A matrix of counts, shaded by their share of the row; where there is nothing, the page shows through."""
+    import numpy
+    from matplotlib.colors import to_rgb
+
+    table = numpy.array(counts)
+    part = table / table.sum(1, keepdims=True).clip(min=1)
+    axes.imshow(numpy.dstack([numpy.broadcast_to(to_rgb(COLOURS[0]), (*part.shape, 3)), part]), interpolation="nearest")
+    axes.grid(False)
+    axes.set(xlabel=across, ylabel=down)
+    if len(names) <= 20:
+        axes.set_xticks(range(len(names)), names, rotation=45 if max(map(len, names)) > 2 else 0, ha="right")
+        axes.set_yticks(range(len(names)), names)
+        for i, j in zip(*numpy.nonzero(table), strict=True):
+            colour = "white" if part[i, j] > 0.5 else INK
+            axes.text(j, i, str(table[i, j]), ha="center", va="center", fontsize=9, color=colour)
 
 
 @chart(figsize=(5.4, 3.8))

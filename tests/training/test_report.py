@@ -11,11 +11,20 @@ from tiny_runs import command, tiny
 from torch import nn
 
 from revode import BDIA, MidPoint, ReversibleSequence
+from revode.charts import shares
+from revode.networks import create_model
 from revode.training import load_run, train
 from revode.training.diagnosis import depth_profile
-from revode.training.report import confusion_matrix
+from revode.training.walk import activations, walk_back
 
-HEADINGS = ("Training", "Memory", "Over depth", "Classes", "Configuration and environment")
+HEADINGS = (
+    "Training",
+    "Memory",
+    "An image on its way, and back",
+    "Over depth",
+    "Classes",
+    "Configuration and environment",
+)
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +39,7 @@ def test_the_report_has_every_part_and_requests_nothing(run):
     text = (run / "report.html").read_text()
     for heading in HEADINGS:
         assert f"<h2>{heading}</h2>" in text
-    assert text.count("<figure>") == 10
+    assert text.count("<figure>") == 13
     assert "The first mistakes" in text
     assert "http://" not in text
     assert "https://" not in text
@@ -62,8 +71,6 @@ def test_depth_profile_sees_round_off_and_exact_reconstruction(run):
     for profile in profiles:
         assert all(0 <= error < 1e-5 for error in profile.reconstruction_error)
         assert all(norm > 0 for norm in profile.gradient_norm)
-    from revode.networks import create_model
-
     exact = create_model("hamiltonian-digits", blocks=(3, 3), channels=(4, 8), exact=14)
     for profile in depth_profile(exact, images, labels):
         assert set(profile.reconstruction_error) == {0.0}
@@ -81,6 +88,31 @@ def test_depth_profile_of_schemes_that_halve(scheme, exact, tells):
     assert len(profile.reconstruction_error) == (4 if tells else 0)
     assert all(error < 1e-5 for error in profile.reconstruction_error)
     assert all(norm > 0 for norm in profile.gradient_norm[1:])
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"exact": 14}, {"transition": "squeeze"}, {"transition": "squeeze", "exact": 14}]
+)
+def test_images_come_back_from_a_late_state(options):
+    model = create_model("hamiltonian-digits", blocks=(3, 3), channels=(16, 64), **options).eval()
+    images = torch.randn(2, 1, 8, 8)
+    found = walk_back(model, images)
+    assert found is not None
+    assert (found.images - images).abs().max() < (1e-3 if "exact" in options else 1e-5)
+    assert ("all blocks" in found.start) == ("transition" in options)
+    shown = activations(model, images[:1], 3)
+    assert [(row[0][0], row[-1][0]) for row in shown.values()] == [(0, unit.num_blocks) for unit in model.sequences()]
+
+
+def test_a_network_without_a_way_back_has_no_such_pictures():
+    assert walk_back(create_model("resnet-32"), torch.randn(1, 3, 32, 32)) is None
+
+
+def test_what_a_monitor_wrote_is_drawn(tmp_path):
+    train(tiny(max_steps=4, monitor=True, monitor_every=2, report=True), tmp_path / "run")
+    text = (tmp_path / "run" / "report.html").read_text()
+    assert "<h2>Stability while training</h2>" in text
+    assert "Step usage on a few training images." in text
 
 
 def test_a_run_under_a_memory_budget_has_a_report(tmp_path):
@@ -102,15 +134,15 @@ def test_a_report_that_fails_leaves_a_finished_run(tmp_path, capsys, monkeypatch
 
 def test_many_classes_fit_one_matrix():
     names = [f"class{i}" for i in range(100)]
-    assert "<text" in confusion_matrix(torch.eye(100, dtype=torch.int64).tolist(), names)
+    assert "<text" in shares(torch.eye(100, dtype=torch.int64).tolist(), names, "predicted", "true")
 
 
 @pytest.mark.browser
 @pytest.mark.parametrize("size", ["1200,900", "390,844"])
 def test_a_browser_shows_the_page_without_errors_or_requests(size, run):
     visit = Visit(run / "report.html", size)
-    assert visit.document.count("<figure>") == 10
-    assert visit.document.count("<svg") == 10
+    assert visit.document.count("<figure>") == 13
+    assert visit.document.count("<svg") == 13
     assert visit.console == []
     assert visit.requests == []
 

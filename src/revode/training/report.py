@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
-from torch import Tensor
 
 from revode import data
-from revode.charts import INK, Points, bars, chart, chart_style, lines, svg
+from revode.charts import Points, bars, lines, pictures, shares
 from revode.files import human_bytes, human_time
 from revode.page import Page
 from revode.training.diagnosis import depth_profile
 from revode.training.run import REPORT, Run, existing_run, images_as_seen, load_run, read_metrics
+from revode.training.terminal import passing
+from revode.training.walk import activations, walk_back
 
-_NUM_MISTAKES = 12
+_COLUMNS = 6
+_NUM_MISTAKES, _NUM_SHOWN = 12, 6
 _NUM_PROFILE_IMAGES = 16
 _SCAN = 200
 """Images scored at a time in the search for mistakes."""
@@ -41,17 +41,23 @@ def write_report(folder: str | Path, data_root: str | None = None, out: str | Pa
     except (FileNotFoundError, ValueError) as error:
         dataset, absence = None, str(error)
     page = Page(*_titles(run))
+    passing("report: curves")
     _cards(page, run)
     _curves(page, path)
+    _monitors(page, path)
     _memory(page, run)
     if dataset is None:
         page.text(f"Parts that need the images are missing: {absence}.")
     else:
+        passing("report: the network over its depth")
+        _walk(page, run, dataset)
         _depth(page, run, dataset)
     _classes(page, run)
     if dataset is not None and dataset.test is not None:
-        _mistakes(page, run, dataset)
+        passing("report: predictions")
+        _predictions(page, run, dataset)
     _settings(page, run)
+    passing("")
     return page.write(path / REPORT if out is None else Path(out))
 
 
@@ -72,7 +78,7 @@ def _cards(page: Page, run: Run) -> None:
             ("test accuracy", "none" if accuracy is None else f"{accuracy:.2%}", "of images never trained on"),
             ("parameters", f"{result['params']:,}", f"{result['plan']['flops_per_image'] / 1e6:.3g} MFLOP an image"),
             ("training", human_time(result["seconds"]), f"{result['steps']:,} steps, {result['epochs']:.3g} epochs"),
-            ("speed", f"{result['images_per_second']:.0f} images/s", str(result["machine"]["device"])),
+            ("images a second", f"{result['images_per_second']:.0f}", f"in updates, on {result['machine']['device']}"),
             ("activations", human_bytes(result["peak_activation_bytes"]), "peak kept for backward, measured"),
         ]
     )
@@ -112,6 +118,25 @@ def _curves(page: Page, folder: Path) -> None:
         )
 
 
+def _monitors(page: Page, folder: Path) -> None:
+    """What ``--monitor`` wrote, a figure for each quantity."""
+    rows = [row for row in read_metrics(folder) if row["kind"] == "monitor"]
+    quantities = dict.fromkeys(name for row in rows for name in row if name not in ("kind", "step"))
+    if quantities:
+        page.heading("Stability while training")
+    for name in quantities:
+        known = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+        if known:
+            steps, values = zip(*known, strict=True)
+            words = name.replace("_", " ")
+            chart = lines({words: (steps, values)}, "step", words, mark=len(known) < 30)
+            page.figure(
+                chart,
+                f"{words.capitalize()} on a few training images.",
+                f"{words} from {values[0]:.3g} to {values[-1]:.3g}",
+            )
+
+
 def _over_steps(rows: list[dict[str, Any]], quantity: str, scale: float = 1.0) -> dict[str, Points]:
     """A quantity of the metrics over steps: in training, and on the evaluation split where it has it."""
     series: dict[str, Points] = {}
@@ -136,6 +161,37 @@ def _memory(page: Page, run: Run) -> None:
     megabytes = {name: size / 1e6 for name, size in sizes.items()}
     chart = bars(megabytes, "activations kept for backward, MB", unit=" MB", highlight=used)
     page.figure(chart, f"{caption}.", f"Activation memory: {listing}")
+
+
+def _walk(page: Page, run: Run, dataset: data.Dataset) -> None:
+    """Images found back by walking back, and what one looks like on its way."""
+    split = dataset.test or dataset.train
+    seen, _ = images_as_seen(dataset, split, _COLUMNS)
+    walked = walk_back(run.model, seen)
+    if walked is None:
+        return
+    page.heading("An image on its way, and back")
+    mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in (dataset.mean, dataset.std))
+    images, found = seen * std + mean, walked.images * std + mean
+    error = (found - images).abs().amax(dim=1, keepdim=True)
+    top = float(error.max())
+    rows = [
+        [(image, "image") for image in images],
+        [(image, "walked back") for image in found],
+        [(one, f"error ≤ {float(one.max()):.0e}" if float(one.max()) else "no error") for one in error],
+    ]
+    page.figure(
+        pictures(rows),
+        f"Images, and what walking back finds of them from {walked.start}. "
+        f"The largest error of a pixel is {top:.1e}, where white is 1 and black 0.",
+        f"{len(images)} images, and the same rebuilt with an error of at most {top:.1e}",
+    )
+    shown = activations(run.model, seen[:1], _COLUMNS)
+    page.figure(
+        pictures([[(picture, f"unit {unit}\nblock {block}") for block, picture in row] for unit, row in shown.items()]),
+        "The first image's state over depth, as the mean of its channels; dark is the least value, white the largest.",
+        f"Pictures of the state in {len(shown)} units, at up to {_COLUMNS} depths each",
+    )
 
 
 def _depth(page: Page, run: Run, dataset: data.Dataset) -> None:
@@ -183,33 +239,44 @@ def _classes(page: Page, run: Run) -> None:
         f"Accuracies of the classes; lowest {names[worst]} with {accuracies[worst]:.1%}",
     )
     page.figure(
-        confusion_matrix(confusion, names),
+        shares(confusion, names, "predicted", "true"),
         "Confusion matrix: what each class was taken for.",
         f"Confusion matrix of {len(names)} classes over {sum(map(sum, confusion))} images",
     )
 
 
 @torch.no_grad()
-def _mistakes(page: Page, run: Run, dataset: data.Dataset) -> None:
+def _predictions(page: Page, run: Run, dataset: data.Dataset) -> None:
+    """The first test images and the first mistakes, each with the confidence of the network."""
     assert dataset.test is not None
-    images, captions = [], []
+    first: list[tuple[Any, str]] = []
+    mistakes: list[tuple[Any, str]] = []
+    names = dataset.class_names
     for indices in data.evaluation_batches(len(dataset.test), _SCAN):
         batch = dataset.test.take(indices)
-        predictions = run.model(data.standardise(batch.images, dataset)).argmax(1)
-        for i in (predictions != batch.labels).nonzero().flatten().tolist():
-            true, taken = dataset.class_names[int(batch.labels[i])], dataset.class_names[int(predictions[i])]
-            images.append(batch.images[i])
-            captions.append(f"{true} → {taken}")
-        if len(images) >= _NUM_MISTAKES:
+        confidences, predictions = run.model(data.standardise(batch.images, dataset)).softmax(1).max(1)
+        for image, label, taken, sure in zip(
+            batch.images, batch.labels.tolist(), predictions.tolist(), confidences, strict=True
+        ):
+            if len(first) < _NUM_SHOWN:
+                first.append((image, f"{names[taken]}\n{float(sure):.0%}"))
+            if taken != label:
+                mistakes.append((image, f"{names[label]} → {names[taken]}\n{float(sure):.0%}"))
+        if len(mistakes) >= _NUM_MISTAKES:
             break
-    if not images:
+    page.figure(
+        pictures([first]),
+        "The first test images: the class they were taken for, and how sure the network is.",
+        f"Test images with their predicted classes: {', '.join(caption for _, caption in first)}",
+    )
+    if not mistakes:
         page.text("No test image is classified wrongly.")
         return
-    images, captions = images[:_NUM_MISTAKES], captions[:_NUM_MISTAKES]
+    mistakes = mistakes[:_NUM_MISTAKES]
     page.figure(
-        mistakes(torch.stack(images), captions),
-        "The first mistakes among the test images: true class → what it was taken for.",
-        f"Misclassified test images: {', '.join(captions)}",
+        pictures([mistakes[i : i + 4] for i in range(0, len(mistakes), 4)]),
+        "The first mistakes among the test images: true class → what it was taken for, and how sure the network is.",
+        f"Misclassified test images: {', '.join(caption for _, caption in mistakes)}",
     )
 
 
@@ -228,37 +295,3 @@ def _settings(page: Page, run: Run) -> None:
             f"result.json (without the confusion matrix), {os.path.basename(run.folder)}",
             json.dumps(shown, indent=2),
         )
-
-
-@chart(figsize=(5.4, 5.0))
-def confusion_matrix(axes: Any, confusion: list[list[int]], names: Sequence[str]) -> None:
-    """True classes down, predicted classes across; shares of the true class, with the counts written in."""
-    counts = numpy.array(confusion)
-    shares = counts / counts.sum(1, keepdims=True).clip(min=1)
-    axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
-    axes.grid(False)
-    axes.set(xlabel="predicted", ylabel="true")
-    if len(names) <= 20:
-        axes.set_xticks(range(len(names)), names, rotation=45 if max(map(len, names)) > 2 else 0, ha="right")
-        axes.set_yticks(range(len(names)), names)
-        for i, j in zip(*numpy.nonzero(counts), strict=True):
-            colour = "#ffffff" if shares[i, j] > 0.5 else "#303030"
-            axes.text(j, i, str(counts[i, j]), ha="center", va="center", fontsize=9, color=colour)
-
-
-def mistakes(images: Tensor, captions: Sequence[str]) -> str:
-    """Images with a caption each, in rows of four."""
-    from matplotlib.figure import Figure
-
-    columns = 4
-    rows = -(-len(captions) // columns)
-    with chart_style():
-        figure = Figure(figsize=(5.4, 1.62 * rows))
-        grid = list(figure.subplots(rows, columns, squeeze=False).flat)
-        for axes in grid:
-            axes.set_axis_off()
-        for axes, image, caption in zip(grid, images, captions, strict=False):
-            pixels = image.permute(1, 2, 0).numpy()
-            axes.imshow(pixels if pixels.shape[2] == 3 else pixels[:, :, 0], cmap="gray", interpolation="nearest")
-            axes.set_title(caption, fontsize=9, color=INK)
-        return svg(figure)
