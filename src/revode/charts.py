@@ -177,8 +177,11 @@ def lines(
     if log_y:
         axes.set_yscale("log")
         plain_numbers(axes.yaxis, [value for _, y in series.values() for value in y])
-    if len(series) > 1:
-        axes.legend(fontsize="small", ncols=2 if len(series) > 6 else 1)
+    if len(series) > 3:  # too many to leave room for the curves
+        axes.figure.set_figheight(axes.figure.get_figheight() + 0.11 * len(series))
+        axes.figure.legend(fontsize="small", loc="outside lower center", ncols=2)
+    elif len(series) > 1:
+        axes.legend(fontsize="small")
 
 
 @chart()

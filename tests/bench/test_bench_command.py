@@ -13,7 +13,7 @@ from bars import BARS, verdicts
 
 from revode.bench import peers
 from revode.bench.measure import SUMMARY, Row
-from revode.bench.report import text
+from revode.bench.report import text, write
 from revode.bench.workloads import WORKLOADS, Workload
 from revode.cli import main
 
@@ -89,6 +89,19 @@ def test_a_failing_workload_costs_its_own_rows_only(
     output = capsys.readouterr()
     assert [found["workload"] for found in json.loads(output.out)] == ["momentum-8"]
     assert "stage-8x8 failed and has no rows: a state left the grid" in output.err
+
+
+@pytest.mark.browser
+def test_a_browser_shows_the_page(tmp_path: Path) -> None:
+    from browser import Visit
+
+    unsteady = dataclasses.replace(ROWS[-1], seconds_high=2 * ROWS[-1].seconds)
+    paths = write([*ROWS[:-1], unsteady], {"date": "2026-01-01"}, tmp_path)
+    assert tmp_path / "benchmarks.html" in paths
+    visit = Visit(tmp_path / "benchmarks.html", "390,844")
+    assert visit.document.count("<svg") == 2
+    assert f"too far apart for these times to mean much: {unsteady.method} on {unsteady.workload}." in visit.document
+    assert visit.console == visit.requests == []
 
 
 def test_table_fits_the_screen_without_colour() -> None:

@@ -51,6 +51,10 @@ def test_smoke_budget_runs_end_to_end(item, home, capsys):
     for figure in figures:
         ElementTree.parse(figure)  # a file of its own, with its namespaces
         assert figure.name in text
+    page = (out / f"{item}.html").read_text()
+    assert page.count("<figure>") == len(figures)
+    assert page.count("<table>") >= 2
+    assert "Smoke budget" in page
 
 
 def test_hold_out_is_never_called_test(home, capsys):

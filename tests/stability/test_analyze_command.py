@@ -1,5 +1,7 @@
 """``revode analyze``: sentences, numbers and a page for every family; one sentence and exit code 2 for bad input."""
 
+import dataclasses
+import html
 import json
 import re
 import resource
@@ -17,7 +19,7 @@ import revode
 from revode.cli import main
 from revode.stability import analyze
 from revode.stability.report import write_page
-from revode.stability.sentences import sentences, summary
+from revode.stability.sentences import CALM, sentences, summary, verdict
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +54,16 @@ def test_sentences_carry_the_numbers_of_the_run(results):
     assert "bit for bit" in said["reversing"]
     assert "no bound" in sentences(results["revnet"])["step size"]
     assert "leave the imaginary axis" in sentences(results["revnet"])["eigenvalues"]
+
+
+def test_the_verdict_comes_first(results, page):
+    calm, wild = verdict(results["hamiltonian"]), verdict(results["revnet"])
+    assert "is stable on these images" in calm
+    assert html.escape(calm) == re.findall(r"<p>(.*?)</p>", page.read_text())[0]
+    assert ("is not stable" in wild) == (results["revnet"].lyapunov.growth >= CALM)
+    steep = dataclasses.replace(results["hamiltonian"].tightest, h=1.0, sharp=0.5)
+    found = verdict(dataclasses.replace(results["hamiltonian"], bounds=[steep]))
+    assert "is not stable on these images: a step uses 200% of its bound." in found
 
 
 def test_summary_fits_80_columns(results):

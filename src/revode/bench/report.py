@@ -14,9 +14,10 @@ import torch
 
 from revode import __version__, charts
 from revode.bench import methods, peers
-from revode.bench.measure import Row, Settings
+from revode.bench.measure import WIDE, Row, Settings
 from revode.bench.workloads import DEPTHS, WORKLOADS
 from revode.files import human_bytes, processor, write_atomically
+from revode.page import Page
 
 HEADER = ("method", "ms", "quartiles", "/store", "saved", "peak", "error", "floor")
 LEGEND = (
@@ -81,7 +82,7 @@ def workloads_of(rows: Iterable[Row]) -> list[str]:
 
 
 def write(rows: Sequence[Row], facts: dict[str, str], folder: Path) -> list[Path]:
-    """Write benchmarks.json and every figure that the rows are enough for; returns their paths.
+    """Write benchmarks.json, benchmarks.html and every figure that the rows are enough for; returns their paths.
 
     Args:
         rows: the measurements.
@@ -92,12 +93,30 @@ def write(rows: Sequence[Row], facts: dict[str, str], folder: Path) -> list[Path
     written = [folder / "benchmarks.json"]
     content: dict[str, Any] = {"conditions": facts, "rows": [row.to_dict() for row in rows]}
     write_atomically(written[0], json.dumps(content, indent=1) + "\n")
-    for name, draw in FIGURES.items():
-        markup = draw(rows)
-        if markup is not None:
-            written.append(folder / "figures" / f"{name}.svg")
-            write_atomically(written[-1], charts.standalone(markup))
+    drawn = {name: markup for name, (draw, _) in FIGURES.items() if (markup := draw(rows)) is not None}
+    written.append(_page(rows, facts, drawn).write(folder / "benchmarks.html"))
+    for name, markup in drawn.items():
+        written.append(folder / "figures" / f"{name}.svg")
+        write_atomically(written[-1], charts.standalone(markup))
     return written
+
+
+def _page(rows: Sequence[Row], facts: dict[str, str], figures: dict[str, str]) -> Page:
+    """Figures and tables for a browser."""
+    page = Page("Time, memory and gradient error of a training step", facts.get("date", ""))
+    page.text(" ".join(f"{line}." for line in LEGEND.splitlines()))
+    unsteady = [f"{row.method} on {row.workload}" for row in rows if row.spread > WIDE]
+    if unsteady:
+        page.text(f"Quartiles are too far apart for these times to mean much: {', '.join(unsteady)}.")
+    for name, markup in figures.items():
+        page.figure(markup, FIGURES[name][1], FIGURES[name][1])
+    for name in workloads_of(rows):
+        own = [row for row in rows if row.workload == name]
+        page.heading(f"{name}: {WORKLOADS[name].title}" if name in WORKLOADS else name)
+        page.table(HEADER, [cells(row) for row in own], f"Batch {own[0].batch}, {own[0].repeats} repetitions.")
+    page.heading("Conditions")
+    page.table(["what", "value"], list(facts.items()))
+    return page
 
 
 def read(path: Path) -> tuple[list[Row], dict[str, str]]:
@@ -142,5 +161,11 @@ def _time_over_memory(rows: Sequence[Row]) -> str | None:
     return charts.lines(series, "kept for backward, MB", f"step of {found[0].batch} images, ms", mark=True)
 
 
-FIGURES = {"memory-over-depth": _memory_over_depth, "time-over-memory": _time_over_memory}
-"""Name -> the figure, or None where the rows do not suffice."""
+FIGURES = {
+    "memory-over-depth": (_memory_over_depth, "Bytes kept for backward over depth, both axes logarithmic."),
+    "time-over-memory": (
+        _time_over_memory,
+        "Time of a step over bytes kept; the line is revode with rising memory_budget.",
+    ),
+}
+"""Name -> the figure, or None where the rows do not suffice; and what one sees in it."""

@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also memory budgets on hamiltonian-74, and compiled steps\non the stages (slow)",
     )
     parser.add_argument("--json", action="store_true", help="print the rows as JSON and nothing else")
-    parser.add_argument("--out", metavar="DIR", help="write benchmarks.json and the figures there")
+    parser.add_argument("--out", metavar="DIR", help="write benchmarks.json, benchmarks.html and the figures there")
     parser.add_argument(
         "--rows",
         metavar="FILE",

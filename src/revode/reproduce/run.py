@@ -15,6 +15,7 @@ from typing import Any
 from revode.charts import standalone
 from revode.data.catalogue import LAYOUTS, data_root
 from revode.files import human_time, locked, processor, write_atomically, write_json
+from revode.page import Page
 from revode.reproduce.catalogue import BUDGETS
 from revode.reproduce.item import Findings, Item, Outcome, Scope, Table
 from revode.reproduce.task import Setup, TaskFailed, TrainingRun
@@ -139,6 +140,7 @@ def write_findings(
         files.append(path)
     page = out / f"{item.name}.md"
     write_atomically(page, markdown(item, scope, findings, origin, problems))
+    files.insert(0, html(item, scope, findings, origin, problems).write(out / f"{item.name}.html"))
     numbers = out / f"{item.name}.json"
     tasks = [_entry(outcome) for outcome in outcomes]
     note = item.budget_note(scope)
@@ -193,7 +195,23 @@ def markdown(item: Item, scope: Scope, findings: Findings, origin: dict[str, Any
         parts.append(f"![{chart.caption}]({name})\n\n{chart.caption}")
     parts += findings.remarks
     parts += [f"{title}: {problem}" for title, problem in problems.items()]
-    return "\n\n".join([*parts, *_origin_lines(origin)]) + "\n"
+    parts += ["## How it was made", "\n".join(f"- {name}: {fact}" for name, fact in _facts(origin).items())]
+    return "\n\n".join(parts) + "\n"
+
+
+def html(item: Item, scope: Scope, findings: Findings, origin: dict[str, Any], problems: dict[str, str]) -> Page:
+    """The same for a browser, with its figures inside."""
+    page = Page(item.title, f"{origin['finished']} of {origin['of']} tasks are finished")
+    page.text(item.budget_note(scope))
+    for table in findings.tables:
+        page.table(table.header, table.rows, table.caption)
+    for chart in findings.charts:
+        page.figure(chart.markup, chart.caption, chart.caption)
+    for remark in (*findings.remarks, *(f"{title}: {problem}" for title, problem in problems.items())):
+        page.text(remark)
+    page.heading("How it was made")
+    page.table(["what", "value"], [[name, fact.strip("`")] for name, fact in _facts(origin).items()])
+    return page
 
 
 def table_lines(table: Table) -> str:
@@ -203,7 +221,8 @@ def table_lines(table: Table) -> str:
     return f"{table.caption}\n\n{text}" if table.caption else text
 
 
-def _origin_lines(origin: dict[str, Any]) -> list[str]:
+def _facts(origin: dict[str, Any]) -> dict[str, str]:
+    """What a reader must know to repeat it."""
     hardware = "; ".join(
         f"{m['system']}, {m['cores']} cores, threads: {m['threads']}, {m.get('gpu', m['device'])}"
         for m in origin["machines"]
@@ -224,4 +243,4 @@ def _origin_lines(origin: dict[str, Any]) -> list[str]:
             f"trainings with convolutions in {origin['autocast']} and states in float32; where a gradient is computed by "
             "reversing, but for damped networks, states lie on the grid of `exact`, so that reversing adds no error to it"
         )
-    return ["## How it was made", "\n".join(f"- {name}: {fact}" for name, fact in facts.items())]
+    return facts

@@ -15,7 +15,7 @@ from revode.page import Page
 from revode.stability import figures
 from revode.stability.analysis import Analysis
 from revode.stability.reversibility import LinearRevNet, linear_revnet
-from revode.stability.sentences import comparison, sentences
+from revode.stability.sentences import comparison, sentences, verdict
 
 PAGE, NUMBERS = "stability.html", "stability.json"
 
@@ -33,12 +33,13 @@ SECTIONS: dict[str, tuple[Figure, ...]] = {
         Figure(
             figures.growth,
             "Growth of small perturbations inside the units. Lines: tangent vectors. Markers: two trajectories. "
-            "Dotted: borders of units.",
+            "Dotted: borders of units; what the transition does there is left out.",
             "perturbations",
         ),
         Figure(
             figures.norms,
-            "Norm of the signal from the first block on, and of the loss's gradient from the last block back.",
+            "Norm of the signal from the first block on, and of the loss's gradient from the last block back. It jumps at "
+            "borders of units (dotted): there a transition averages pixels and adds channels, which is no step of the ODE.",
             "signals",
         ),
         Figure(
@@ -64,7 +65,8 @@ SECTIONS: dict[str, tuple[Figure, ...]] = {
     "Can it be reversed?": (
         Figure(
             figures.reconstruction,
-            "Relative error of the pair on the way back through each unit, which starts anew at the unit's end.",
+            "Relative error of the pair on the way back through each unit. It starts anew at the end of each unit (dotted), "
+            "whose last pair is kept.",
             "reversing",
         ),
     ),
@@ -102,6 +104,8 @@ def _page(analyses: Sequence[Analysis], source: str) -> Page:
     first, said = analyses[0], sentences(analyses[0])
     title = f"Stability of {' against '.join(analysis.name for analysis in analyses)}"
     page = Page(title, f"{first.num_images} images ({source}), {', '.join(dict.fromkeys(first.schemes))}")
+    for analysis in analyses:
+        page.text(verdict(analysis))
     _cards(page, first)
     if len(analyses) > 1:
         names = [analysis.name for analysis in analyses]
@@ -138,25 +142,24 @@ _DRIFT_KINDS = {"float32": ("float32", False), "float64": ("float64", False), "g
 
 
 def _drift_table(page: Page, analyses: Sequence[Analysis]) -> None:
-    """Errors by depth; one column for each kind of arithmetic and error, a dash where the grid does not apply."""
-    header = ["network", "blocks"]
-    header += [f"{kind} {what}" for kind in _DRIFT_KINDS for what in ("state", "gradient")]
-    rows = []
+    """Errors by depth, a table for each network; a dash where the grid does not apply."""
     for analysis in analyses:
         found = {(row.depth, row.dtype, row.exact): row for row in analysis.drifts}
+        rows = []
         for depth in sorted({row.depth for row in analysis.drifts}):
-            cells = [analysis.name, str(depth)]
-            for kind in _DRIFT_KINDS.values():
-                row = found.get((depth, *kind))
-                errors = () if row is None else (row.reconstruction, row.gradient)
-                cells += [f"{error:.1e}" if error else "0" for error in errors] or ["–", "–"]
-            rows.append(cells)
-    page.table(
-        header,
-        rows,
-        "The first blocks of the deepest unit: relative error of its input found back, and of its gradients to store's. "
-        "Grid: float32 with exact=True.",
-    )
+            kinds = [found.get((depth, *kind)) for kind in _DRIFT_KINDS.values()]
+            cells = ["–" if row is None else f"{_short(row.reconstruction)}, {_short(row.gradient)}" for row in kinds]
+            rows.append([str(depth), *cells])
+        page.table(
+            ["blocks", *_DRIFT_KINDS],
+            rows,
+            f"The first blocks of the deepest unit of {analysis.name}: relative error of its input found back, and of its "
+            "gradients to store's. Grid: float32 with exact=True.",
+        )
+
+
+def _short(error: float) -> str:
+    return f"{error:.1e}" if error else "0"
 
 
 @functools.cache

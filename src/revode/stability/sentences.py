@@ -22,6 +22,28 @@ def sentences(analysis: Analysis) -> dict[str, str]:
     return {subject: sentence for subject, sentence in found.items() if sentence}
 
 
+CALM = 10.0
+"""Growth of perturbations over a whole network from which on it is not called stable."""
+
+
+def verdict(analysis: Analysis) -> str:
+    """Whether the network is stable, and why, in one sentence."""
+    growth, top = analysis.lyapunov.growth, analysis.tightest
+    faults = []
+    if not growth < CALM:
+        faults.append(f"perturbations grow {_times(growth)} over its {analysis.num_layers} layers")
+    if top is not None and top.usage > 1.0:
+        faults.append(f"a step uses {top.usage:.0%} of its bound")
+    if faults:
+        return f"{analysis.name} is not stable on these images: {' and '.join(faults)}."
+    bound = "" if top is None else f", every step is within its bound (at most {top.usage:.0%} of it)"
+    error = max(map(max, analysis.profiles))
+    return (
+        f"{analysis.name} is stable on these images: perturbations grow {_times(growth)} over its {analysis.num_layers} "
+        f"layers{bound}, and states are found back to {error:.0e}."
+    )
+
+
 def _step_size(analysis: Analysis) -> str:
     top = analysis.tightest
     if top is None:
@@ -133,6 +155,8 @@ def comparison(analyses: Sequence[Analysis]) -> list[list[str]]:
 def summary(analyses: Sequence[Analysis], source: str) -> str:
     """The report for a terminal: 80 columns, no colour."""
     lines = [f"{' against '.join(a.name for a in analyses)}, {analyses[0].num_images} images ({source})", ""]
+    for analysis in analyses:
+        lines += [*textwrap.wrap(verdict(analysis), 79), ""]
     for subject, sentence in sentences(analyses[0]).items():
         lines += textwrap.wrap(sentence, 79, initial_indent=f"{subject + ':':<15}", subsequent_indent=" " * 15)
     if len(analyses) > 1:
