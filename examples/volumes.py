@@ -254,7 +254,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--channels", type=int, nargs="+", default=[16, 32, 64], help="channels at each resolution")
     parser.add_argument("--norm", default="none", help="none (biases) or batch")
     parser.add_argument("--h", type=float, default=0.3, help="step size of the blocks")
-    parser.add_argument("--lr", type=float, default=5e-3)
+    parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--float32", action="store_true", help="not branches in bfloat16 and states on the exact grid")
     parser.add_argument("--threads", type=int, help="how many threads torch may use")

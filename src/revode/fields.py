@@ -28,7 +28,7 @@ from revode.operators import (
 from revode.parts import ACTIVATIONS as ACTIVATIONS
 from revode.parts import Activation, Bias, make_activation, make_norm
 from revode.parts import TVNorm as TVNorm
-from revode.vjp import IN_PLACE, SLOPES, KnownField, Normalized, convolution_vjp
+from revode.vjp import IN_PLACE, SLOPES, KnownField, Normalize, Record, convolution_vjp, norm_product
 
 
 def convolved(operator: Conv, kernel: Tensor, norm: nn.Module, y: Tensor) -> Tensor:
@@ -91,25 +91,33 @@ class SymmetricField(KnownField):
         hidden = IN_PLACE[self.activation](convolved(self.operator, kernel, self.norm, shifted))
         return self.operator.convolve_adjoint(hidden, kernel)
 
-    def vjp(
-        self, q: Tensor, g: Tensor, dtype: torch.dtype, needs_value: bool
-    ) -> tuple[Tensor | None, Tensor, list[Tensor]]:
-        kernel, padding, activation = self.operator.weight.to(dtype), self.operator.padding, self.activation
-        lead = None if self.lead is None else Normalized(self.lead, q)
-        shifted = (q if lead is None else lead.output).to(dtype)
-        norm = None if isinstance(self.norm, Bias) else Normalized(self.norm, self.operator.convolve(shifted, kernel))
-        hidden = norm.output if norm is not None else convolved(self.operator, kernel, self.norm, shifted)
-        hidden = IN_PLACE[activation](hidden)
-        u = self.operator.convolve_adjoint(hidden, kernel) if needs_value else None
-        g, g_weight, _ = convolution_vjp(g.to(dtype), hidden, kernel, padding, transposed=True)
-        g, g_norm = SLOPES[activation](g, hidden), []
-        if norm is not None:
-            g, g_norm = norm.vjp(g)
-        g, g_weight_inner, g_bias = convolution_vjp(g, shifted, kernel, padding, bias=norm is None)
-        g, g_norm = g.to(q.dtype), [g_bias] if norm is None else g_norm
-        g, g_lead = (g, []) if lead is None else lead.vjp(g)
+    def linearize(
+        self, q: Tensor, dtype: torch.dtype, normalize: Normalize, needs_value: bool = True
+    ) -> tuple[Tensor | None, Record]:
+        kernel = self.operator.weight.to(dtype)
+        shifted, lead = (q, ()) if self.lead is None else normalize(self.lead, q)
+        record: Record = {"kernel": kernel, "shifted": shifted.to(dtype), "lead": lead}
+        if isinstance(self.norm, Bias):
+            hidden = convolved(self.operator, kernel, self.norm, record["shifted"])
+        else:
+            record["inner"] = self.operator.convolve(record["shifted"], kernel)
+            hidden, record["norm"] = normalize(self.norm, record["inner"])
+        record["hidden"] = IN_PLACE[self.activation](hidden)
+        return self.operator.convolve_adjoint(record["hidden"], kernel) if needs_value else None, record
+
+    def product(self, q: Tensor, g: Tensor, record: Record) -> tuple[Tensor, list[Tensor]]:
+        kernel, hidden, padding = record["kernel"], record["hidden"], self.operator.padding
+        g, g_weight, _ = convolution_vjp(g.to(kernel.dtype), hidden, kernel, padding, transposed=True)
+        g, g_norm = SLOPES[self.activation](g, hidden), []
+        if "inner" in record:
+            g, g_norm = norm_product(self.norm, record["inner"], record["norm"], g)
+        g, g_weight_inner, g_bias = convolution_vjp(
+            g, record["shifted"], kernel, padding, bias=isinstance(self.norm, Bias)
+        )
+        g, g_norm = g.to(q.dtype), g_norm or [g_bias]
+        g, g_lead = (g, []) if self.lead is None else norm_product(self.lead, q, record["lead"], g)
         g_weight = g_weight.to(self.operator.weight.dtype).add_(g_weight_inner)
-        return u, g, [g_weight, *g_lead, *(grad.to(g_weight.dtype) for grad in g_norm)]
+        return g, [g_weight, *g_lead, *(grad.to(g_weight.dtype) for grad in g_norm)]
 
 
 class AntisymmetricField(KnownField):
@@ -144,21 +152,27 @@ class AntisymmetricField(KnownField):
         kernel = self.operator.kernel().to(dtype)
         return IN_PLACE[self.activation](convolved(self.operator, kernel, self.norm, q.to(dtype)))
 
-    def vjp(
-        self, q: Tensor, g: Tensor, dtype: torch.dtype, needs_value: bool
-    ) -> tuple[Tensor | None, Tensor, list[Tensor]]:
-        kernel, padding, low = self.operator.kernel().to(dtype), self.operator.padding, q.to(dtype)
-        bias = isinstance(self.norm, Bias)
-        norm = None if bias else Normalized(self.norm, self.operator.convolve(low, kernel))
-        u = norm.output if norm is not None else convolved(self.operator, kernel, self.norm, low)
-        u = IN_PLACE[self.activation](u)
-        g, g_norm = SLOPES[self.activation](g.to(dtype, copy=True), u), []
-        if norm is not None:
-            g, g_norm = norm.vjp(g)
-        gq, g_kernel, g_bias = convolution_vjp(g, low, kernel, padding, bias=bias)
-        g_kernel = g_kernel.to(self.operator.weight.dtype)
-        g_norm = [g_bias] if bias else g_norm
-        return u, gq.to(q.dtype), [g_kernel - adjoint_kernel(g_kernel), *(grad.to(g_kernel.dtype) for grad in g_norm)]
+    def linearize(
+        self, q: Tensor, dtype: torch.dtype, normalize: Normalize, needs_value: bool = True
+    ) -> tuple[Tensor | None, Record]:
+        kernel, low = self.operator.kernel().to(dtype), q.to(dtype)
+        record: Record = {"kernel": kernel, "shifted": low}
+        if isinstance(self.norm, Bias):
+            u = convolved(self.operator, kernel, self.norm, low)
+        else:
+            record["inner"] = self.operator.convolve(low, kernel)
+            u, record["norm"] = normalize(self.norm, record["inner"])
+        record["hidden"] = IN_PLACE[self.activation](u)
+        return record["hidden"], record
+
+    def product(self, q: Tensor, g: Tensor, record: Record) -> tuple[Tensor, list[Tensor]]:
+        kernel, bias = record["kernel"], isinstance(self.norm, Bias)
+        g, g_norm = SLOPES[self.activation](g.to(kernel.dtype, copy=True), record["hidden"]), []
+        if not bias:
+            g, g_norm = norm_product(self.norm, record["inner"], record["norm"], g)
+        gq, g_kernel, g_bias = convolution_vjp(g, record["shifted"], kernel, self.operator.padding, bias=bias)
+        g_kernel, g_norm = g_kernel.to(self.operator.weight.dtype), g_norm or [g_bias]
+        return gq.to(q.dtype), [g_kernel - adjoint_kernel(g_kernel), *(grad.to(g_kernel.dtype) for grad in g_norm)]
 
 
 class OneLayerField(nn.Module):

@@ -96,7 +96,8 @@ class Coupling:
         self, q: Tensor, q_next: Tensor, u: Tensor, rounding: Rounding | None = None, out: Tensor | None = None
     ) -> Tensor:
         """The old state p from q, q' and u = F(q): ``step`` solved for p."""
-        if rounding is None and is_number(self.carry, 1.0) and is_number(self.keep, 0.0):
+        adds_only = rounding is None and is_number(self.carry, 1.0) and is_number(self.keep, 0.0)
+        if adds_only and isinstance(self.gain, float):
             return torch.sub(q_next, u, alpha=self.gain, out=out)
         p = torch.sub(q_next, self.phi(q, u, rounding, out), out=out)
         return p if is_number(self.carry, 1.0) else torch.div(p, self.carry, out=out)

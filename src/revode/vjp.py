@@ -44,11 +44,17 @@ IN_PLACE: dict[Any, Callable[[Tensor], Tensor]] = {
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
+Record = dict[str, Any]
+"""Tensors by name, and the statistics of norms: their means and inverse deviations."""
+Statistics = tuple[Tensor, ...]
+Normalize = Callable[[nn.Module, Tensor], tuple[Tensor, Statistics]]
+"""(N, x) -> N(x) in a fresh tensor, and the statistics that N has used."""
+
 
 class KnownField(nn.Module, abc.ABC):
     """A field that can give its own vector-Jacobian product, which spares the engine an autograd graph.
 
-    ``value`` and ``vjp`` return the bits that ``forward`` and autograd would, in fresh tensors; ``dtype`` is what
+    ``value``, ``linearize`` and ``product`` return the bits that ``forward`` and autograd would, in fresh tensors; ``dtype`` is what
     convolutions compute in, the state's or autocast's. The product is known for convolutions with biases or batch norm and
     an activation whose slope follows from its value; everything else (other norms, hooks, frozen or parametrised weights)
     goes through autograd.
@@ -63,25 +69,46 @@ class KnownField(nn.Module, abc.ABC):
         """F(q) in `dtype` without a graph, as ``forward`` computes it, statistics included."""
 
     @abc.abstractmethod
-    def vjp(
-        self, q: Tensor, g: Tensor, dtype: torch.dtype, needs_value: bool
-    ) -> tuple[Tensor | None, Tensor, list[Tensor]]:
-        """u = F(q) again, then the products of g with the Jacobians by q and by each of ``tensors()``.
+    def linearize(
+        self, q: Tensor, dtype: torch.dtype, normalize: Normalize, needs_value: bool = True
+    ) -> tuple[Tensor | None, Record]:
+        """u = F(q) in `dtype` if wanted, and what ``product`` needs of it.
+
+        Args:
+            q: the state.
+            dtype: what convolutions compute in; u comes in it.
+            normalize: how to apply a norm.
+            needs_value: whether u is wanted; if not, it may be None.
+        """
+
+    @abc.abstractmethod
+    def product(self, q: Tensor, g: Tensor, record: Record) -> tuple[Tensor, list[Tensor]]:
+        """The products of g with the Jacobians by q and by each of ``tensors()``, in their dtypes.
 
         Args:
             q: the state.
             g: a co-state of the same dtype and strides.
-            dtype: what convolutions compute in; u comes in it, the products in the dtypes of q and of the parameters.
-            needs_value: whether u is wanted; if not, it may be None.
+            record: what ``linearize`` found at q; some of it may be written over.
         """
 
+    def vjp(
+        self, q: Tensor, g: Tensor, dtype: torch.dtype, needs_value: bool
+    ) -> tuple[Tensor | None, Tensor, list[Tensor]]:
+        """u = F(q) again, and ``product`` there; statistics stay where they are."""
+        u, record = self.linearize(q, dtype, normalized, needs_value)
+        return u, *self.product(q, g, record)
+
+    def norms(self) -> list[Any]:
+        """The norms of this field in the order in which they act."""
+        return [norm for norm in (self._modules.get("lead"), self.norm) if norm is not None]
+
     def tensors(self) -> list[Tensor]:
-        """What ``vjp`` has products for, in its order: ``parameters()``, but without a walk over all modules."""
+        """What ``product`` has products for, in its order: ``parameters()``, but without a walk over all modules."""
         children = (child for child in self._modules.values() if child is not None)
         return [parameter for child in children for parameter in child._parameters.values() if parameter is not None]
 
     def knows_vjp(self, dtype: torch.dtype) -> bool:
-        """Whether ``vjp`` applies to this field as it is now, to a state in `dtype`.
+        """Whether ``product`` applies to this field as it is now, to a state in `dtype`.
 
         What comes of several dtypes, or whether it is refused, is for the operations of ``forward`` to say.
         """
@@ -103,8 +130,8 @@ class KnownField(nn.Module, abc.ABC):
 @functools.cache
 def _gives_product_of_its_forward(kind: type) -> bool:
     """Whether one class gives `kind` both methods; one that overrides ``forward`` alone has no product for it."""
-    forward, vjp = (next(base for base in kind.__mro__ if name in vars(base)) for name in ("forward", "vjp"))
-    return forward is vjp
+    forward, product = (next(base for base in kind.__mro__ if name in vars(base)) for name in ("forward", "product"))
+    return forward is product
 
 
 def _is_known(module: nn.Module) -> bool:
@@ -115,7 +142,7 @@ def _is_known(module: nn.Module) -> bool:
     return type(module) in (Conv, AntisymmetricConv, Bias, nn.Identity)
 
 
-_METHODS = frozenset("forward adjoint kernel convolve convolve_adjoint value vjp".split())
+_METHODS = frozenset("forward adjoint kernel convolve convolve_adjoint value linearize product".split())
 """What a known field and its parts are called by."""
 
 
@@ -136,25 +163,20 @@ def convolution_vjp(
     )
 
 
-class Normalized:
-    """N(x) of a bias or of batch norm in training mode, with what its product needs; statistics stay where they are."""
+def normalized(norm: nn.Module, x: Tensor) -> tuple[Tensor, Statistics]:
+    """N(x) of a bias or of batch norm in training mode, by autograd's own kernels; running statistics stay as they are."""
+    if isinstance(norm, Bias):
+        return norm(x), ()
+    bn: Any = norm
+    output, *statistics = torch.native_batch_norm(x, bn.weight, bn.bias, None, None, True, 0.0, bn.eps)
+    return output, tuple(statistics)
 
-    def __init__(self, norm: nn.Module, x: Tensor) -> None:
-        self.norm: Any = norm
-        self.x = x
-        if isinstance(norm, Bias):
-            self.output = norm(x)
-        else:
-            bn: Any = norm
-            self.output, self.mean, self.inverse_std = torch.native_batch_norm(
-                x, bn.weight, bn.bias, None, None, True, 0.0, bn.eps
-            )
 
-    def vjp(self, g: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """The products of g with the Jacobians by x and by the parameters of N."""
-        if isinstance(self.norm, Bias):
-            return g, [g.sum((0, *range(2, g.dim())))]
-        gx, g_weight, g_bias = torch.ops.aten.native_batch_norm_backward(
-            g, self.x, self.norm.weight, None, None, self.mean, self.inverse_std, True, self.norm.eps, [True] * 3
-        )
-        return gx, [g_weight, g_bias]
+def norm_product(norm: Any, x: Tensor, statistics: Statistics, g: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """The products of g with the Jacobians of N by x and by its parameters."""
+    if isinstance(norm, Bias):
+        return g, [g.sum((0, *range(2, g.dim())))]
+    gx, g_weight, g_bias = torch.ops.aten.native_batch_norm_backward(
+        g, x, norm.weight, None, None, *statistics, True, norm.eps, [True] * 3
+    )
+    return gx, [g_weight, g_bias]

@@ -17,8 +17,9 @@ from torch.utils import _pytree as pytree
 from revode.engine.contents import Contents, ContentsOf, hooks_hear_every_module
 from revode.engine.grid import Grid, RangeFlags, with_strides
 from revode.engine.randomness import Streams
+from revode.engine.regional import CompiledField
 from revode.engine.replay import Autocast, version_of
-from revode.schemes import Coupling, Rounding
+from revode.schemes import Coupling, Rounding, is_number, times
 from revode.vjp import KnownField
 
 Call = Callable[[Tensor, dict[str, Any]], Any]
@@ -81,6 +82,7 @@ class Chain:
         kwargs: keyword arguments; each goes to the branches that take it.
         contents: what was found in these branches before.
         keeps_aux: whether the aux of branches that return ``(u, aux)`` is wanted.
+        compiled: whether fields that give their own product run compiled.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class Chain:
         kwargs: dict[str, Any],
         contents: ContentsOf,
         keeps_aux: bool = False,
+        compiled: bool = False,
     ) -> None:
         self.branches = list(branches)
         self.couplings = list(couplings)
@@ -100,6 +103,7 @@ class Chain:
         self.streams: Any = None if self.traced else Streams()
         self.range_flags = None if grid is None else RangeFlags(grid)
         self.keeps_aux = keeps_aux
+        self.compiled = compiled
         self._contents = contents
         self._looked_up: dict[int, Contents] = {}
         if kwargs and not self.traced:
@@ -246,6 +250,41 @@ class Chain:
         """What ``retreat`` needs beside the pair to find p again: the bits that ``advance`` drops of it."""
         grid = self._halves(index)
         return None if grid is None else grid.parity(p)
+
+    def compiled_field(self, index: int, q: Tensor, autocast: Autocast) -> CompiledField | None:
+        """The branch at `index` as it runs compiled with its coupling, if it does."""
+        coupling = self.couplings[index]
+        if not self.compiled or self.keeps_aux or isinstance(coupling.carry, Tensor) or self._halves(index) is not None:
+            return None
+        field = self.known_field(index, q)
+        return None if field is None else CompiledField(field, q, autocast.compute_dtype(q))
+
+    def advance_compiled(self, index: int, p: Tensor | None, q: Tensor, field: CompiledField) -> Tensor:
+        """``advance`` from the branch's input on."""
+        try:
+            q_next, magnitude = field.step(p, q, self.couplings[index], self.grid)
+        except _FAILURES as error:
+            raise self._failure(index, q, error) from error
+        if self.range_flags is not None:
+            self.range_flags.note_magnitude(magnitude, q.dtype, f"after {self.name(index)}")
+        return with_strides(q_next, q.stride())
+
+    def retreat_compiled(
+        self,
+        index: int,
+        q: Tensor,
+        q_next: Tensor | None,
+        gp: Tensor | None,
+        gq: Tensor | None,
+        field: CompiledField,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor, list[Tensor]]:
+        """``retreat`` if the next state is given; then the co-states before this branch, and the gradients of its parameters."""
+        coupling, strides = self.couplings[index], q.stride()
+        gq = torch.zeros_like(q) if gq is None else with_strides(gq, strides)
+        gp = None if gp is None else with_strides(gp, strides)
+        p, g, products = field.back(q, q_next, gp, gq, coupling, self.grid)
+        older = None if is_number(coupling.carry, 0.0) else times(gq, coupling.carry)
+        return None if p is None else with_strides(p, strides), older, g, products
 
     def advance(self, index: int, p: Tensor | None, q: Tensor, u: Tensor, *, over_u: bool = False) -> Tensor:
         """The next state, in the strides of this one, and inside the grid's range; written over u if nobody else needs it."""

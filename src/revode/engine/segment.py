@@ -23,6 +23,7 @@ from revode.engine.accounting import graph_nodes
 from revode.engine.chain import BranchError, Chain, Template, tensor_leaves, unsuitable
 from revode.engine.contents import hooks_hear_every_module
 from revode.engine.grid import with_strides
+from revode.engine.regional import CompiledField
 from revode.engine.replay import Autocast, Replay, call_traced, version_of
 from revode.engine.tracing import RefuseRandom, compilation_is_possible, eagerly, refuse_unrepeatable
 from revode.schemes import Factor, State, is_number, times
@@ -180,6 +181,12 @@ def _walk_forward(
     known = {}
     aux_outputs: list[Tensor] = []
     for index in range(segment.start, segment.stop):
+        compiled = known[index] = chain.compiled_field(index, q, replay.autocast)
+        if compiled is not None:
+            if verifies and index == segment.start and inverts:
+                fingerprints.append(arrival.fingerprint(q, exactly))
+            p, q = q, chain.advance_compiled(index, p, q, compiled)
+            continue
         field = known[index] = chain.known_field(index, q)
         aux = None
         if field is None:
@@ -235,9 +242,15 @@ def _walk_back(ctx: Any, *grad_outputs: Any) -> Any:
     gp, gq = grad_outputs[:2]
     grads = _Gradients(segment.inputs, chain.traced)
     u: Tensor | None = None
-    known: KnownField | None = None
+    known: Any = None
     for index in reversed(range(segment.start, segment.stop)):
         q_next, q = q, p
+        if isinstance(fields[index], CompiledField):
+            known, inverts = fields[index], segment.stop - segment.start > 1
+            p, gp, gq, products = chain.retreat_compiled(index, q, q_next if inverts else None, gp, gq, known)
+            for slot, grad in zip(segment.slots[index], products, strict=True):
+                grads.add(slot, grad, 1.0)
+            continue
         known = None if gq is None else _still_known(fields[index], segment.parameters[index])
         needs_value = index > segment.start
         g_aux = segment.aux_of(index, grad_outputs)

@@ -21,13 +21,14 @@ from revode.engine.accounting import graph_bytes
 from revode.engine.chain import Call, Chain, ResidualBranch, tensor_leaves
 from revode.engine.contents import ContentsOf
 from revode.engine.grid import Grid, gradient_in_strides, with_strides
+from revode.engine.regional import compile_branches
 from revode.engine.replay import Autocast, call_to_invert, call_traced_without_noise
 from revode.engine.segment import ReversibleSegment, call_stored
 from revode.engine.tracing import allow_tracing, compilation_is_possible, eagerly, whole_or_eager
 from revode.schemes import Coupling, OpenState, Scheme, State
 
 STRATEGIES = ("reversible", "checkpoint", "store")
-STRATEGY_OPTIONS = ("backprop", "exact", "anchor_every", "memory_budget", "split_dim", "verify")
+STRATEGY_OPTIONS = ("backprop", "exact", "anchor_every", "memory_budget", "split_dim", "verify", "compile")
 ROUNDING_GROWTH = 64.0
 """How far a reversible segment may amplify rounding (6 bits) before an anchor is kept, when |s| < 1."""
 
@@ -49,6 +50,8 @@ class ReversibleSequence(nn.Module):
         split_dim: the dimension that splitting schemes halve; by default that of the channels, and it must be given for
             inputs of three dimensions, where (batch, channels, length) and (batch, time, width) look alike.
         verify: whether the walk back checks that it ends where forward began, and raises `ReversalError` if not.
+        compile: whether to compile the branches, once for each kind and shape, and run them in the eager engine. Branches
+            other than our own fields are compiled in place, as by ``branch.compile()``.
 
     A branch is given without its skip connection: the scheme adds it. It may return ``(u, aux)``, see ``forward``.
     """
@@ -64,6 +67,7 @@ class ReversibleSequence(nn.Module):
         memory_budget: int | None = None,
         split_dim: int | None = None,
         verify: bool = True,
+        compile: bool = False,
     ) -> None:
         super().__init__()
         fields = list(fields)
@@ -77,6 +81,9 @@ class ReversibleSequence(nn.Module):
         self.memory_budget = memory_budget
         self.split_dim = split_dim
         self.verify = verify
+        self.compile_branches = compile
+        if compile:
+            compile_branches(fields)
         self._num_stored: dict[Any, int] = {}
         self._contents = ContentsOf()
         self._has_warned = False
@@ -111,7 +118,8 @@ class ReversibleSequence(nn.Module):
         return [self._twin(fields[start:stop], memory_budget=budget) for start, stop in itertools.pairwise(ends)]
 
     def _twin(self, fields: list[nn.Module], **changes: Any) -> ReversibleSequence:
-        options = {name: getattr(self, name) for name in STRATEGY_OPTIONS}
+        options = {name: getattr(self, name) for name in STRATEGY_OPTIONS if name != "compile"}
+        options["compile"] = self.compile_branches
         if changes.get("backprop", "reversible") != "reversible":
             options["memory_budget"] = None
         twin = ReversibleSequence(fields, self.scheme, **(options | changes))
@@ -150,7 +158,7 @@ class ReversibleSequence(nn.Module):
         state = (yield state) or state
         for index in range(len(self.fields)):
             p, q = state
-            u, _ = chain.evaluate(index, q, kwargs, self._stored_call(chain, index, autocast), autocast)
+            u, _ = chain.evaluate(index, q, kwargs, self._stored_call(chain, index, q, autocast), autocast)
             state = q, chain.advance(index, p, q, self._stored(chain, u))
             chain.close()
             state = (yield state) or state
@@ -226,7 +234,7 @@ class ReversibleSequence(nn.Module):
         for index, (field, coupling) in enumerate(zip(fields, couplings, strict=True)):
             if coupling.is_plain and isinstance(field, ResidualBranch):
                 fields[index], couplings[index] = field.whole, Coupling(0.0, 0.0, 1.0)
-        return Chain(fields, couplings, self._grid_now(), kwargs, self._contents, keeps_aux)
+        return Chain(fields, couplings, self._grid_now(), kwargs, self._contents, keeps_aux, self.compile_branches)
 
     def _chain_from(self, p: Tensor | None, q: Tensor, kwargs: dict[str, Any], keeps_aux: bool = False) -> Chain:
         """A call that starts from this pair."""
@@ -329,14 +337,17 @@ class ReversibleSequence(nn.Module):
         return stop, (p, q)
 
     def _evaluate_stored(self, chain: Chain, index: int, q: Tensor, autocast: Autocast, aux: list[Any]) -> Tensor:
-        call = self._stored_call(chain, index, autocast)
+        call = self._stored_call(chain, index, q, autocast)
         u, found = chain.evaluate(index, q, chain.kwargs, call, autocast)
         if chain.keeps_aux:
             aux.append(found)
         return self._stored(chain, u)
 
-    def _stored_call(self, chain: Chain, index: int, autocast: Autocast) -> Call:
+    def _stored_call(self, chain: Chain, index: int, q: Tensor, autocast: Autocast) -> Call:
         branch = chain.branches[index]
+        field = chain.compiled_field(index, q, autocast) if torch.is_grad_enabled() else None
+        if field is not None:
+            return lambda q, kwargs: field.stored(q)
         if chain.grid is None or not torch.is_grad_enabled():
             return lambda q, kwargs: branch(q, **kwargs)
         return lambda q, kwargs: call_stored(chain, branch, q, kwargs, autocast)

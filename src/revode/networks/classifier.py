@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from revode.engine import ReversibleSequence
+from revode.engine.regional import compile_branches
 from revode.networks import blocks
 from revode.networks.blocks import Features, join
 from revode.networks.config import NetworkConfig, OdeConfig, ReversibleConfig
@@ -254,7 +255,10 @@ def _make_blocks(config: NetworkConfig, unit: int, **first_block: Any) -> list[n
 def _make_residual(config: NetworkConfig, unit: int) -> nn.Sequential:
     """The blocks of a network that is not reversible; the first of a later unit halves the resolution."""
     before = config.channels[max(0, unit - 1)]
-    return nn.Sequential(*_make_blocks(config, unit, in_channels=before, stride=2 if unit else 1))
+    blocks = _make_blocks(config, unit, in_channels=before, stride=2 if unit else 1)
+    if config.compile:
+        compile_branches(blocks)
+    return nn.Sequential(*blocks)
 
 
 def make_sequence(config: ReversibleConfig, unit: int) -> ReversibleSequence | None:
@@ -270,6 +274,7 @@ def make_sequence(config: ReversibleConfig, unit: int) -> ReversibleSequence | N
         anchor_every=config.anchor_every,
         split_dim=1,
         verify=config.verify,
+        compile=config.compile,
     )
 
 

@@ -36,6 +36,7 @@ class NetworkConfig:
         activation: σ by name.
         norm: ``"none"`` (a bias), ``"batch"`` or ``"tv"`` (batch-independent) inside the blocks.
         backprop: ``"reversible"``, ``"checkpoint"`` or ``"store"``.
+        compile: whether blocks run compiled, once for each kind and shape. Files of a network do not remember it.
     """
 
     name: str
@@ -48,6 +49,7 @@ class NetworkConfig:
     activation: str = "relu"
     norm: str = "batch"
     backprop: str = "reversible"
+    compile: bool = False
 
     ndim = 2  # of the images
     usual_batch = 100  # images in a step, where nobody says how many
@@ -154,8 +156,9 @@ class NetworkConfig:
         return options
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON and YAML."""
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(self).items()}
+        """What the network is in plain values, for JSON and YAML; not whether it runs compiled here."""
+        values = dataclasses.asdict(self).items()
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in values if k != "compile"}
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> NetworkConfig:

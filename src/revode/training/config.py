@@ -111,7 +111,7 @@ class ExecutionConfig:
     autocast: Literal["none", "bfloat16", "float16"] = _setting(
         "none", "precision of the branches; states stay float32"
     )
-    compile: bool = _setting(False, "torch.compile the network")
+    compile: bool = _setting(False, "compile the blocks, once for each kind and shape")
     channels_last: bool = _setting(True, "memory format of the images")
     parallel: Literal["ddp", "fsdp"] = _setting("ddp", "under torchrun: replicate or shard the network")
     sync_batch_norm: bool = _setting(False, "under torchrun on GPUs: batch statistics over all processes")

@@ -65,6 +65,8 @@ def network_options(config: Config, info: data.DatasetInfo) -> dict[str, Any]:
         options["backprop"] = settings.backprop
     if settings.exact:
         options["exact"] = settings.exact
+    if config.execution.compile:
+        options["compile"] = True
     return options | settings.options
 
 
@@ -85,7 +87,7 @@ class Job:
 
     Attributes:
         model: The network itself.
-        network: What to call in training: the model, perhaps replicated, sharded or compiled.
+        network: What to call in training: the model, perhaps replicated or sharded.
         notes: What the user should know, in sentences.
     """
 
@@ -118,8 +120,6 @@ class Job:
             self.model, note = synchronize_batch_norm(model, self.group)
             self.notes.append(f"--sync-batch-norm: {note}")
         self.network = parallelize(self.model, execution, self.group)
-        if execution.compile:
-            self.network = cast(nn.Module, torch.compile(self.network))
         self.optimizer = make_optimizer(self.model, optimization)
         self.average = AveragedWeights(self.model, optimization.ema) if optimization.ema else None
 

@@ -1,0 +1,135 @@
+"""A step of a network in bfloat16 by every way, in one process, in turn; and its bare convolutions.
+
+    python benchmarks/bfloat16.py                          # hamiltonian-74 with batch norm, batch 64
+    python benchmarks/bfloat16.py --old ../before/src      # beside the code of another checkout
+    python benchmarks/bfloat16.py --first hamiltonian-74 hamiltonian-1202     # what the first step costs beyond a steady one
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import revode
+from revode.bench.roofline import Recorder, floor, replay
+
+WAYS: dict[str, dict[str, Any]] = {
+    "exact": {"exact": True},
+    "exact, compiled": {"exact": True, "compile": True},
+    "store": {"backprop": "store"},
+    "store, compiled": {"backprop": "store", "compile": True},
+}
+
+
+@contextlib.contextmanager
+def checkout(path: str) -> Iterator[Any]:
+    """The package of another checkout in the place of ours."""
+
+    def taken() -> dict[str, Any]:
+        return {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "revode"}
+
+    ours = taken()
+    sys.path.insert(0, path)
+    try:
+        yield importlib.import_module("revode")
+    finally:
+        sys.path.remove(path)
+        taken()
+        sys.modules.update(ours)
+
+
+def make_step(package: Any, args: argparse.Namespace, name: str, options: dict[str, Any]) -> Callable[[], None]:
+    """A training step without its optimizer."""
+    torch.manual_seed(0)
+    net = package.create_model(name, norm=args.norm, h=args.h, **options).to(memory_format=torch.channels_last)
+    images = torch.randn(args.batch, 3, 32, 32).to(memory_format=torch.channels_last)
+    labels = torch.randint(0, 10, (args.batch,))
+    parameters = list(net.parameters())
+
+    def step() -> None:
+        for parameter in parameters:
+            parameter.grad = None
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = F.cross_entropy(net(images), labels)
+        loss.backward()
+
+    return step
+
+
+def clock(step: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+
+
+def bare_convolutions(step: Callable[[], None], repeats: int) -> float:
+    """Seconds of the heavy calls of a step, each called alone."""
+    with Recorder() as recorder:
+        step()
+    runs = {call: replay(call) for call in recorder.calls}
+    times = {call: statistics.median([clock(run) for _ in range(repeats + 2)][2:]) for call, run in runs.items()}
+    return floor(recorder.calls, times)
+
+
+def compare(args: argparse.Namespace) -> None:
+    steps = {way: make_step(revode, args, args.name, options) for way, options in WAYS.items()}
+    if args.old:
+        with checkout(args.old) as other:
+            for way in ("exact", "store"):
+                steps[f"{way}, old"] = make_step(other, args, args.name, WAYS[way])
+                steps[f"{way}, old"]()  # whatever it imports at its first call, it imports here
+    for step in steps.values():
+        step()
+        step()
+    times: dict[str, list[float]] = {way: [] for way in steps}
+    for _ in range(args.rounds):
+        for way in random.sample(list(steps), len(steps)):
+            times[way].append(clock(steps[way]))
+    bare = {way: bare_convolutions(steps[way], args.rounds) for way in ("exact", "store")}
+    medians = {way: statistics.median(found) for way, found in times.items()}
+    print(f"{args.name}, norm {args.norm}, bfloat16, batch {args.batch}, {torch.get_num_threads()} threads")
+    for way, median in medians.items():
+        low, _, high = statistics.quantiles(times[way], n=4)
+        share = bare["store" if way.startswith("store") else "exact"] / median
+        against = f"   / old {median / medians['exact, old']:.2f}" if args.old else ""
+        print(f"{way:<17} {1e3 * median:6.0f} ms ({1e3 * low:.0f}-{1e3 * high:.0f})   convolutions {share:.2f}{against}")
+    print(f"reversible / store, both compiled: {medians['exact, compiled'] / medians['store, compiled']:.2f}")
+
+
+def first_steps(args: argparse.Namespace) -> None:
+    """Each network in this process in turn: name the shallow one last to see that depth costs nothing, or run them alone."""
+    for name in args.first:
+        step = make_step(revode, args, name, WAYS["exact, compiled"])
+        first = clock(step)
+        steady = statistics.median(clock(step) for _ in range(3))
+        print(f"{name}: first step {first:.1f} s, a steady one {steady:.2f} s: compiling took {first - steady:.1f} s", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--name", default="hamiltonian-74")
+    parser.add_argument("--norm", default="batch")
+    parser.add_argument("--h", type=float, default=0.3)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--old", help="the src folder of another checkout")
+    parser.add_argument("--first", nargs="+", help="networks whose first step to time")
+    args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    first_steps(args) if args.first else compare(args)
+
+
+if __name__ == "__main__":
+    main()

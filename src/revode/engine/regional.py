@@ -1,0 +1,272 @@
+"""Regional compilation: one compiled pair for each kind of branch, called by every branch of that kind.
+
+A field that gives its own product is compiled together with its coupling: a step forward, and a step back with the product. A
+stored segment compiles the value and the product apart, from the same operations, so that bits agree between strategies. The
+step back is given the batch statistics of forward (a kilobyte a branch), so that they are not summed up twice. Every other branch is compiled by ``torch.compile``, which knows
+branches of one kind again by itself. Compile time does not grow with depth.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from revode.engine.grid import Grid, with_strides
+from revode.parts import Bias, along_channels
+from revode.schemes import Coupling, is_number
+from revode.vjp import KnownField, Normalize, Record, Statistics
+
+
+def compile_branches(branches: Sequence[nn.Module]) -> None:
+    """Have ``torch.compile`` compile each branch at its first call, as one graph where they are of one kind.
+
+    Dynamo gives up, and runs eagerly, after eight variants of one piece of code: kinds of branches are such variants, and so
+    is every branch that reads a number of its own (an index of its layer), unless such numbers are variables of the graph.
+    """
+    import torch._dynamo.config as dynamo
+
+    dynamo.allow_unspec_int_on_nn_module = True
+    dynamo.recompile_limit = max(dynamo.recompile_limit, 8 + 2 * len(branches))
+    dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, 32 * len(branches))
+    for branch in branches:
+        if branch._compiled_call_impl is None:
+            branch.compile(dynamic=False)
+
+
+class CompiledField:
+    """A known field in one call, by the compiled functions of its kind.
+
+    Args:
+        field: the field.
+        q: a state like those of the call.
+        dtype: what convolutions compute in.
+    """
+
+    def __init__(self, field: KnownField, q: Tensor, dtype: torch.dtype) -> None:
+        self.field = field
+        self.kind = _kind_of(field, q, dtype)
+        self.tensors = field.tensors()
+        self.statistics: Sequence[Tensor] = ()
+
+    def step(self, p: Tensor | None, q: Tensor, coupling: Coupling, grid: Grid | None) -> tuple[Tensor, Tensor]:
+        """The next state and its magnitude; batch statistics are kept for ``back`` and count for the running ones."""
+        q_next, magnitude, *self.statistics = self.kind.step(p, q, self.tensors, coupling, grid)
+        self.count(self.statistics, q)
+        return q_next, magnitude
+
+    def back(
+        self, q: Tensor, q_next: Tensor | None, gp: Tensor | None, gq: Tensor, coupling: Coupling, grid: Grid | None
+    ) -> tuple[Tensor | None, Tensor, list[Tensor]]:
+        """The state before, if the next one is given; the co-state of q, and gradients by each of its tensors."""
+        return self.kind.back(q, q_next, gp, gq, self.tensors, self.statistics, coupling, grid)
+
+    def stored(self, q: Tensor) -> Tensor:
+        """F(q) as a node of autograd's graph that keeps what its product needs."""
+        return _Stored.apply(self, q, *self.tensors)  # type: ignore[return-value]
+
+    def count(self, statistics: Sequence[Tensor], q: Tensor) -> None:
+        """Have the batch norms count these statistics of a batch."""
+        places = q.numel() // q.shape[1]
+        norms = [norm for norm in self.field.norms() if not isinstance(norm, Bias)]
+        for norm, mean, inverse_std in zip(norms, statistics[::2], statistics[1::2], strict=True):
+            if norm.running_mean is None:
+                continue
+            norm.num_batches_tracked.add_(1)
+            share = 1.0 / norm.num_batches_tracked if norm.momentum is None else norm.momentum
+            variance = inverse_std.pow(-2).sub_(norm.eps).mul_(places / max(1, places - 1))
+            norm.running_mean.lerp_(mean, share)
+            norm.running_var.lerp_(variance, share)
+
+
+class _Stored(torch.autograd.Function):
+    """A compiled field whose record autograd keeps."""
+
+    @staticmethod
+    def forward(ctx: Any, field: CompiledField, q: Tensor, *tensors: Tensor) -> Tensor:
+        u, *record = field.kind.linearize(q, tensors)
+        field.count(field.kind.statistics_in(record), q)
+        ctx.kind = field.kind
+        ctx.save_for_backward(q, *tensors, *record)
+        return u.to(q.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph=True (a gradient of the gradient) cannot pass a compiled field: "
+                "build this ReversibleSequence with compile=False and backprop='store'"
+            )
+        q, *saved = ctx.saved_tensors
+        return None, *ctx.kind.product(q, with_strides(grad_outputs[0], q.stride()), saved)
+
+
+class _Kind:
+    """The compiled functions of one kind of field, made at their first call. Records are flat lists here.
+
+    Args:
+        field: one of that kind.
+        dtype: what convolutions compute in.
+    """
+
+    def __init__(self, field: KnownField, dtype: torch.dtype) -> None:
+        self._template = copy.deepcopy(field)
+        self._dtype = dtype
+        self._num_tensors = len(field.tensors())
+        self._spec: Any = None
+        self._statistics_at: list[int] = []
+        self._compiled: dict[Any, Callable[..., Sequence[Tensor]]] = {}
+        self._numbers: dict[float, Tensor] = {}
+
+    def step(
+        self, p: Tensor | None, q: Tensor, tensors: Sequence[Tensor], coupling: Coupling, grid: Grid | None
+    ) -> Sequence[Tensor]:
+        """q', its magnitude, and the batch statistics."""
+
+        def step(q: Tensor, p: Tensor, gain: Tensor, *tensors: Tensor) -> list[Tensor]:
+            u, *record = self._linearize(q, tensors, ())
+            q_next = replace(coupling, gain=gain).step(p, q, u.to(q.dtype), None if grid is None else grid.round)
+            return [q_next, q_next.abs().amax(), *self.statistics_in(record)]
+
+        key = ("step", p is None, coupling.carry, coupling.keep, grid and grid.bits)
+        return self._call(key, step, q, p, self._number(coupling.gain, q), *tensors)
+
+    def back(
+        self,
+        q: Tensor,
+        q_next: Tensor | None,
+        gp: Tensor | None,
+        gq: Tensor,
+        tensors: Sequence[Tensor],
+        statistics: Sequence[Tensor],
+        coupling: Coupling,
+        grid: Grid | None,
+    ) -> tuple[Tensor | None, Tensor, list[Tensor]]:
+        """p if q' is given, and the products; gp of the older co-state is added as the coupling says."""
+        n = self._num_tensors
+
+        def back(q: Tensor, q_next: Tensor, gp: Tensor, gq: Tensor, gain: Tensor, *rest: Tensor) -> list[Tensor]:
+            u, *record = self._linearize(q, rest[:n], rest[n:])
+            g, *grads = self._product(q, gq * gain, *rest[:n], *record)
+            if not is_number(coupling.keep, 0.0):
+                gp = gq * coupling.keep if gp is None else gp + gq * coupling.keep
+            g = g if gp is None else gp + g
+            if q_next is None:
+                return [g, *grads]
+            rounding = None if grid is None else grid.round
+            return [g, *grads, replace(coupling, gain=gain).reverse(q, q_next, u.to(q.dtype), rounding)]
+
+        key = ("back", q_next is None, gp is None, coupling.carry, coupling.keep, grid and grid.bits)
+        g, *rest = self._call(key, back, q, q_next, gp, gq, self._number(coupling.gain, q), *tensors, *statistics)
+        return (None if q_next is None else rest[-1]), g, list(rest[:n])
+
+    def linearize(self, q: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """F(q) and the record."""
+        return self._call("linearize", lambda q, *tensors: self._linearize(q, tensors, ()), q, *tensors)
+
+    def product(self, q: Tensor, g: Tensor, tensors_and_record: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The products of g, from a record."""
+        return self._call("product", self._product, q, g, *tensors_and_record)
+
+    def statistics_in(self, record: Sequence[Tensor]) -> list[Tensor]:
+        return [record[place] for place in self._statistics_at]
+
+    def _linearize(self, q: Tensor, tensors: Sequence[Tensor], statistics: Sequence[Tensor]) -> list[Tensor]:
+        _lend(self._template, tensors)
+        u, record = self._template.linearize(q, self._dtype, _normalize_by(statistics))
+        assert u is not None
+        leaves, self._spec = pytree.tree_flatten(record)
+        places = pytree.tree_unflatten(list(range(len(leaves))), self._spec)
+        self._statistics_at = [*places.get("lead", ()), *places.get("norm", ())]
+        return [u, *leaves]
+
+    def _product(self, q: Tensor, g: Tensor, *rest: Tensor) -> list[Tensor]:
+        _lend(self._template, rest[: self._num_tensors])
+        record: Record = pytree.tree_unflatten(list(rest[self._num_tensors :]), self._spec)
+        gq, grads = self._template.product(q, g, record)
+        return [gq, *grads]
+
+    def _number(self, value: float, q: Tensor) -> Tensor:
+        """A number as a tensor, so that one compiled function serves all of its values."""
+        if value not in self._numbers:
+            self._numbers[value] = torch.full((), value, dtype=q.dtype, device=q.device)
+        return self._numbers[value]
+
+    def _call(self, key: Any, function: Callable[..., list[Tensor]], *inputs: Tensor | None) -> Sequence[Tensor]:
+        given = [tensor for tensor in inputs if tensor is not None]
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            present = [tensor is not None for tensor in inputs]
+
+            def of_given(*given: Tensor) -> list[Tensor]:
+                remaining = iter(given)
+                return function(*(next(remaining) if here else None for here in present))
+
+            compiled = self._compiled[key] = _compile(of_given, given)
+        return compiled(*given)
+
+
+def _compile(function: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> Callable[..., Sequence[Tensor]]:
+    """A function of tensors, compiled for inputs like these."""
+    from torch._inductor import compile as compile_graph
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with torch.no_grad(), torch.autocast(inputs[0].device.type, enabled=False):
+        inputs = [tensor.detach() for tensor in inputs]
+        # Layouts stay those of the inputs: chosen by what else a graph holds, they would choose the kernels, and their bits.
+        options = {"layout_optimization": False}
+        return compile_graph(make_fx(function)(*inputs), inputs, options)  # type: ignore[return-value]
+
+
+def _lend(field: KnownField, tensors: Sequence[Tensor]) -> None:
+    """Have `field` compute with these tensors in place of its parameters."""
+    children = (child for child in field._modules.values() if child is not None)
+    slots = [(child, name) for child in children for name, tensor in child._parameters.items() if tensor is not None]
+    for (child, name), tensor in zip(slots, tensors, strict=True):
+        child._parameters[name] = tensor  # type: ignore[assignment]
+
+
+def _normalize_by(statistics: Sequence[Tensor]) -> Normalize:
+    """How to apply a norm, in operations that the compiler makes one pass of; with these statistics, or the batch's own."""
+    given = list(statistics)
+
+    def normalize(norm: Any, x: Tensor) -> tuple[Tensor, Statistics]:
+        if isinstance(norm, Bias):
+            return norm(x), ()
+        wide = x.to(norm.weight.dtype)
+        if given:
+            mean, inverse_std = given.pop(0), given.pop(0)
+        else:
+            # Sums of differences from one of the values: a single pass, and as precise as two.
+            dims = (0, *range(2, x.dim()))
+            origin = wide.select(0, 0).flatten(1).select(1, 0) if x.dim() > 2 else wide.select(0, 0)
+            away = wide - along_channels(origin, x, 1)
+            offset = away.mean(dims)
+            inverse_std = torch.rsqrt(away.square().mean(dims) - offset.square() + norm.eps)
+            mean = origin + offset
+        scale, centre, shift = (along_channels(v, x, 1) for v in (norm.weight * inverse_std, mean, norm.bias))
+        return ((wide - centre) * scale + shift).to(x.dtype), (mean, inverse_std)
+
+    return normalize
+
+
+_kinds: dict[Any, _Kind] = {}
+
+
+def _kind_of(field: KnownField, q: Tensor, dtype: torch.dtype) -> _Kind:
+    """The kind of this field, on states like q. (Compiled code is for one number of threads.)"""
+    children = tuple(
+        (type(child), getattr(child, "eps", None), getattr(child, "padding", None))
+        for child in field._modules.values()
+        if child is not None
+    )
+    shapes = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in (q, *field.tensors()))
+    key = (type(field), field.activation, children, shapes, q.device, dtype, torch.get_num_threads())
+    if key not in _kinds:
+        _kinds[key] = _Kind(field, dtype)
+    return _kinds[key]

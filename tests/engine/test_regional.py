@@ -1,0 +1,144 @@
+"""`compile=True`: branches compiled once for each kind, in the eager engine, with the bits and promises of the engine."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+import revode
+from revode.engine import ReversibleSequence, regional
+from revode.fields import AntisymmetricField, SymmetricField
+from revode.schemes import Leapfrog, MidPoint, Verlet
+
+
+def gradients(sequence: nn.Module, x: torch.Tensor, bfloat16: bool = False) -> list[torch.Tensor]:
+    """Output, gradients and batch statistics of one step."""
+    x = x.clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
+        y = sequence(x)
+    y.float().square().sum().backward()
+    assert x.grad is not None
+    found = [y.detach(), x.grad, *(p.grad for p in sequence.parameters()), *(b.float() for b in sequence.buffers())]
+    return [tensor for tensor in found if tensor is not None]
+
+
+def symmetric(number: int, norm: str) -> list[nn.Module]:
+    return [SymmetricField(4, norm=norm, leading=index > 0) for index in range(number)]
+
+
+KINDS = {
+    "verlet": (lambda: symmetric(4, "batch"), Verlet(0.3)),
+    "leapfrog": (lambda: [SymmetricField(8, norm="none") for _ in range(3)], Leapfrog(0.5)),
+    "midpoint": (lambda: [AntisymmetricField(8, norm="batch", activation="tanh") for _ in range(3)], MidPoint(0.2)),
+}
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param("verlet"), *(pytest.param(k, marks=pytest.mark.slow) for k in KINDS if k != "verlet")]
+)
+@pytest.mark.parametrize("bfloat16", [False, True])
+def test_strategies_agree_to_the_bit_on_the_grid_and_with_eager_ones_to_rounding(kind: str, bfloat16: bool) -> None:
+    torch.manual_seed(0)
+    make, scheme = KINDS[kind]
+    fields, x = make(), torch.randn(3, 8, 6, 6)
+    found = {}
+    for backprop, compile in itertools.product(("reversible", "checkpoint", "store"), (True, False)):
+        sequence = ReversibleSequence(copy.deepcopy(fields), scheme, backprop=backprop, exact=True, compile=compile)
+        found[backprop, compile] = gradients(sequence, x, bfloat16)
+    for other in ("checkpoint", "store"):
+        for ours, theirs in zip(found["reversible", True], found[other, True], strict=True):
+            assert torch.equal(ours, theirs), other
+    for ours, theirs in zip(found["reversible", True], found["reversible", False], strict=True):
+        assert (ours - theirs).norm() <= (2e-2 if bfloat16 else 1e-4) * theirs.norm() + 1e-6
+
+
+def test_without_the_grid_gradients_are_right_in_double() -> None:
+    torch.manual_seed(0)
+    fields, x = [field.double() for field in symmetric(4, "batch")], torch.randn(3, 8, 6, 6, dtype=torch.float64)
+    compiled = gradients(ReversibleSequence(copy.deepcopy(fields), Verlet(0.3), compile=True), x)
+    stored = gradients(ReversibleSequence(fields, Verlet(0.3), backprop="store"), x)
+    for ours, theirs in zip(compiled, stored, strict=True):
+        assert (ours - theirs).norm() <= 1e-9 * (1 + theirs.norm())
+
+
+def test_depth_compiles_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = []
+    compile_function = regional._compile
+    monkeypatch.setattr(regional, "_compile", lambda *a: (compiled.append(1), compile_function(*a))[1])
+    monkeypatch.setattr(regional, "_kinds", {})
+    numbers = []
+    for depth in (4, 40):
+        sequence = ReversibleSequence(
+            [SymmetricField(3, norm="batch") for _ in range(depth)], Verlet(0.1), compile=True
+        )
+        gradients(sequence, torch.randn(2, 6, 5, 5))
+        numbers.append(len(compiled))
+    assert numbers == [2, 2]  # a step, and a step back
+
+
+def test_a_statistic_counts_once_whatever_the_strategy() -> None:
+    sequence = ReversibleSequence(symmetric(4, "batch"), Verlet(0.3), compile=True)
+    gradients(sequence, torch.randn(3, 8, 6, 6))
+    assert {int(b) for name, b in sequence.named_buffers() if name.endswith("tracked")} == {1}
+
+
+class Layer(nn.Module):
+    """A branch with a number of its own, as layers of language models have."""
+
+    def __init__(self, width: int, index: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.layer_idx = index
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x)) * (1.0 + 0.0 * self.layer_idx)
+
+
+@pytest.mark.slow
+def test_branches_that_differ_in_a_number_share_their_graphs_and_many_kinds_are_all_compiled() -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    gradients(ReversibleSequence([Layer(6, i) for i in range(24)], MidPoint(0.1), compile=True), torch.randn(2, 6))
+    assert counters["stats"]["unique_graphs"] <= 4
+    counters.clear()
+    for width in range(2, 14):
+        sequence = ReversibleSequence([Layer(width, 0), Layer(width, 1)], MidPoint(0.1), compile=True)
+        gradients(sequence, torch.randn(2, width))
+    assert counters["stats"]["unique_graphs"] >= 12
+    assert not counters["graph_break"]
+
+
+@pytest.mark.slow
+def test_branches_of_users_are_right_with_dropout_too() -> None:
+    def branch() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Tanh())
+
+    torch.manual_seed(0)
+    fields, x = [branch() for _ in range(6)], torch.randn(4, 6)
+    compiled = {}
+    for backprop in ("reversible", "store"):
+        sequence = ReversibleSequence(copy.deepcopy(fields), MidPoint(0.1), backprop=backprop, compile=True)
+        torch.manual_seed(1)
+        compiled[backprop] = gradients(sequence, x)
+    for ours, theirs in zip(compiled["reversible"], compiled["store"], strict=True):
+        assert (ours - theirs).norm() <= 1e-4 * (1 + theirs.norm())
+
+
+def test_a_network_takes_compile_and_its_file_does_not_remember_it(tmp_path) -> None:
+    net = revode.create_model("hamiltonian-digits", compile=True)
+    revode.save(net, tmp_path / "net.safetensors")
+    assert all(module.compile_branches for module in net.modules() if isinstance(module, ReversibleSequence))
+    again = revode.load(tmp_path / "net.safetensors")
+    assert not any(module.compile_branches for module in again.modules() if isinstance(module, ReversibleSequence))
+
+
+def test_a_gradient_of_the_gradient_is_refused_in_a_sentence() -> None:
+    sequence = ReversibleSequence([SymmetricField(3, norm="none")] * 2, Verlet(0.1), backprop="store", compile=True)
+    x = torch.randn(2, 6, 5, 5, requires_grad=True)
+    with pytest.raises(RuntimeError, match="compile=False"):
+        torch.autograd.grad(sequence(x).sum(), x, create_graph=True)
