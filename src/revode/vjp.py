@@ -54,7 +54,7 @@ Normalize = Callable[[nn.Module, Tensor], tuple[Tensor, Statistics]]
 class KnownField(nn.Module, abc.ABC):
     """A field that can give its own vector-Jacobian product, which spares the engine an autograd graph.
 
-    ``value``, ``linearize`` and ``product`` return the bits that ``forward`` and autograd would, in fresh tensors; ``dtype`` is what
+    ``value``, ``linearize`` and ``product`` return the bits that ``forward`` and autograd would; ``dtype`` is what
     convolutions compute in, the state's or autocast's. The product is known for convolutions with biases or batch norm and
     an activation whose slope follows from its value; everything else (other norms, hooks, frozen or parametrised weights)
     goes through autograd.

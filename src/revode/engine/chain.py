@@ -277,8 +277,8 @@ class Chain:
         gp: Tensor | None,
         gq: Tensor | None,
         field: CompiledField,
-    ) -> tuple[Tensor | None, Tensor | None, Tensor, list[Tensor]]:
-        """``retreat`` if the next state is given; then the co-states before this branch, and the gradients of its parameters."""
+    ) -> tuple[Tensor | None, Tensor | None, Tensor, Sequence[Tensor]]:
+        """``retreat`` if the next state is given; then the co-states before this branch, and gradients of its parameters."""
         coupling, strides = self.couplings[index], q.stride()
         gq = torch.zeros_like(q) if gq is None else with_strides(gq, strides)
         gp = None if gp is None else with_strides(gp, strides)

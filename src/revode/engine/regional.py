@@ -1,8 +1,8 @@
 """Regional compilation: one compiled pair for each kind of branch, called by every branch of that kind.
 
-A field that gives its own product is compiled together with its coupling: a step forward, and a step back with the product. A
-stored segment compiles the value and the product apart, from the same operations, so that bits agree between strategies. The
-step back is given the batch statistics of forward (a kilobyte a branch), so that they are not summed up twice. Every other branch is compiled by ``torch.compile``, which knows
+A field that gives its own product is compiled as functions of tensors: its value with what the product needs, the product,
+and the coupling. All strategies call the first two, so that their bits agree. The walk back is given the batch statistics of
+forward (a kilobyte a branch), so that they are not summed up twice. Every other branch is compiled by ``torch.compile``, which knows
 branches of one kind again by itself. Compile time does not grow with depth.
 """
 
@@ -36,7 +36,7 @@ def compile_branches(branches: Sequence[nn.Module]) -> None:
     dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, 32 * len(branches))
     for branch in branches:
         if branch._compiled_call_impl is None:
-            branch.compile(dynamic=False)
+            branch.compile()
 
 
 class CompiledField:
@@ -62,7 +62,7 @@ class CompiledField:
 
     def back(
         self, q: Tensor, q_next: Tensor | None, gp: Tensor | None, gq: Tensor, coupling: Coupling, grid: Grid | None
-    ) -> tuple[Tensor | None, Tensor, list[Tensor]]:
+    ) -> tuple[Tensor | None, Tensor, Sequence[Tensor]]:
         """The state before, if the next one is given; the co-state of q, and gradients by each of its tensors."""
         return self.kind.back(q, q_next, gp, gq, self.tensors, self.statistics, coupling, grid)
 
@@ -128,13 +128,13 @@ class _Kind:
     ) -> Sequence[Tensor]:
         """q', its magnitude, and the batch statistics."""
 
-        def step(q: Tensor, p: Tensor, gain: Tensor, *tensors: Tensor) -> list[Tensor]:
-            u, *record = self._linearize(q, tensors, ())
-            q_next = replace(coupling, gain=gain).step(p, q, u.to(q.dtype), None if grid is None else grid.round)
-            return [q_next, q_next.abs().amax(), *self.statistics_in(record)]
+        def couple(q: Tensor, p: Tensor | None, u: Tensor, gain: Tensor) -> list[Tensor]:
+            q_next = replace(coupling, gain=gain).step(p, q, u.to(q.dtype), grid and grid.round)
+            return [q_next, q_next.abs().amax()]
 
-        key = ("step", p is None, coupling.carry, coupling.keep, grid and grid.bits)
-        return self._call(key, step, q, p, self._number(coupling.gain, q), *tensors)
+        u, *record = self.linearize(q, tensors)
+        key = ("couple", p is None, coupling.carry, coupling.keep, grid and grid.bits)
+        return *self._call(key, couple, q, p, u, self._number(coupling.gain, q)), *self.statistics_in(record)
 
     def back(
         self,
@@ -146,28 +146,35 @@ class _Kind:
         statistics: Sequence[Tensor],
         coupling: Coupling,
         grid: Grid | None,
-    ) -> tuple[Tensor | None, Tensor, list[Tensor]]:
+    ) -> tuple[Tensor | None, Tensor, Sequence[Tensor]]:
         """p if q' is given, and the products; gp of the older co-state is added as the coupling says."""
-        n = self._num_tensors
 
-        def back(q: Tensor, q_next: Tensor, gp: Tensor, gq: Tensor, gain: Tensor, *rest: Tensor) -> list[Tensor]:
-            u, *record = self._linearize(q, rest[:n], rest[n:])
-            g, *grads = self._product(q, gq * gain, *rest[:n], *record)
+        def uncouple(q: Tensor, q_next: Tensor, u: Tensor, gain: Tensor) -> list[Tensor]:
+            return [replace(coupling, gain=gain).reverse(q, q_next, u.to(q.dtype), grid and grid.round)]
+
+        def product(q: Tensor, gp: Tensor | None, gq: Tensor, gain: Tensor, *rest: Tensor) -> list[Tensor]:
+            g, *grads = self._product(q, gq * gain, *rest)
             if not is_number(coupling.keep, 0.0):
                 gp = gq * coupling.keep if gp is None else gp + gq * coupling.keep
-            g = g if gp is None else gp + g
-            if q_next is None:
-                return [g, *grads]
-            rounding = None if grid is None else grid.round
-            return [g, *grads, replace(coupling, gain=gain).reverse(q, q_next, u.to(q.dtype), rounding)]
+            return [g if gp is None else gp + g, *grads]
 
-        key = ("back", q_next is None, gp is None, coupling.carry, coupling.keep, grid and grid.bits)
-        g, *rest = self._call(key, back, q, q_next, gp, gq, self._number(coupling.gain, q), *tensors, *statistics)
-        return (None if q_next is None else rest[-1]), g, list(rest[:n])
+        u, *record = self.linearize(q, tensors, statistics)
+        key, gain = (coupling.carry, coupling.keep, grid and grid.bits), self._number(coupling.gain, q)
+        p = None if q_next is None else self._call(("uncouple", *key), uncouple, q, q_next, u, gain)[0]
+        g, *grads = self._call(("back", gp is None, *key), product, q, gp, gq, gain, *tensors, *record)
+        return p, g, grads
 
-    def linearize(self, q: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """F(q) and the record."""
-        return self._call("linearize", lambda q, *tensors: self._linearize(q, tensors, ()), q, *tensors)
+    def linearize(self, q: Tensor, tensors: Sequence[Tensor], statistics: Sequence[Tensor] = ()) -> list[Tensor]:
+        """F(q) and the record; with these statistics, or the batch's own."""
+        n = self._num_tensors
+
+        def linearize(q: Tensor, *rest: Tensor) -> list[Tensor]:
+            return self._linearize(q, rest[:n], rest[n:])
+
+        found = list(self._call(("linearize", bool(statistics)), linearize, q, *tensors, *statistics))
+        for place, statistic in zip(self._statistics_at, statistics, strict=False):
+            found[1 + place] = statistic
+        return found
 
     def product(self, q: Tensor, g: Tensor, tensors_and_record: Sequence[Tensor]) -> Sequence[Tensor]:
         """The products of g, from a record."""
@@ -218,8 +225,8 @@ def _compile(function: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) ->
 
     with torch.no_grad(), torch.autocast(inputs[0].device.type, enabled=False):
         inputs = [tensor.detach() for tensor in inputs]
-        # Layouts stay those of the inputs: chosen by what else a graph holds, they would choose the kernels, and their bits.
-        options = {"layout_optimization": False}
+        # Layouts and roundings stay as they are written: chosen by what else a graph holds, they would choose the bits.
+        options = {"layout_optimization": False, "emulate_precision_casts": True}
         return compile_graph(make_fx(function)(*inputs), inputs, options)  # type: ignore[return-value]
 
 
