@@ -1,8 +1,8 @@
 """A step of a network in bfloat16 by every way, in one process, in turn; and its bare convolutions.
 
-    python benchmarks/bfloat16.py                          # hamiltonian-74 with batch norm, batch 64
-    python benchmarks/bfloat16.py --old ../before/src      # beside the code of another checkout
-    python benchmarks/bfloat16.py --first hamiltonian-74 hamiltonian-1202     # what the first step costs beyond a steady one
+python benchmarks/bfloat16.py                          # hamiltonian-74 with batch norm, batch 64
+python benchmarks/bfloat16.py --old ../before/src      # beside the code of another checkout
+python benchmarks/bfloat16.py --first hamiltonian-74 hamiltonian-1202     # what the first step costs beyond a steady one
 """
 
 from __future__ import annotations
@@ -102,7 +102,9 @@ def compare(args: argparse.Namespace) -> None:
         low, _, high = statistics.quantiles(times[way], n=4)
         share = bare["store" if way.startswith("store") else "exact"] / median
         against = f"   / old {median / medians['exact, old']:.2f}" if args.old else ""
-        print(f"{way:<17} {1e3 * median:6.0f} ms ({1e3 * low:.0f}-{1e3 * high:.0f})   convolutions {share:.2f}{against}")
+        print(
+            f"{way:<17} {1e3 * median:6.0f} ms ({1e3 * low:.0f}-{1e3 * high:.0f})   convolutions {share:.2f}{against}"
+        )
     print(f"reversible / store, both compiled: {medians['exact, compiled'] / medians['store, compiled']:.2f}")
 
 
@@ -112,7 +114,7 @@ def first_steps(args: argparse.Namespace) -> None:
         step = make_step(revode, args, name, WAYS["exact, compiled"])
         first = clock(step)
         steady = statistics.median(clock(step) for _ in range(3))
-        print(f"{name}: first step {first:.1f} s, a steady one {steady:.2f} s: compiling took {first - steady:.1f} s", flush=True)
+        print(f"{name}: first step {first:.1f} s, a steady one {steady:.2f} s: {first - steady:.1f} s more", flush=True)
 
 
 def main() -> None:

@@ -31,7 +31,7 @@ one process, in turn, after a warm-up; times are medians with their quartiles.
 | revode | `ReversibleSequence` as it comes |
 | revode-exact | with `exact=True` |
 | revode-budget-N | with a `memory_budget` N % of the way from what `revode` keeps to what `store` keeps |
-| revode-compiled | through `torch.compile` |
+| revode-compiled | `compile=True` |
 | memcnn, revtorch, revlib, momentumnet | the libraries of these names, in their default memory-saving mode |
 
 **saved** counts every tensor kept for backward, without parameters and input. It includes tensors that a library hides from

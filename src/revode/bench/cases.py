@@ -66,7 +66,6 @@ class Case:
         self.inputs = self.batch_of(workload.batch)
         if method.budget is not None:
             self._keep_within(method.budget)
-        self.call: Any = torch.compile(self.module) if method.compiled else self.module
 
     def batch_of(self, batch: int) -> Tensor:
         """The first samples of the workload."""
@@ -75,7 +74,7 @@ class Case:
 
     def loss(self, x: Tensor | None = None) -> Tensor:
         """The mean square of the output."""
-        return self.call(self.inputs if x is None else x).square().mean()
+        return self.module(self.inputs if x is None else x).square().mean()
 
     def step(self, x: Tensor | None = None) -> None:
         """Forward and backward, gradients fresh."""

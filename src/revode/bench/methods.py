@@ -27,7 +27,7 @@ class Method:
         supports: whether it can run a scheme.
         library: the peer it needs, if any.
         budget: per cent of what ``store`` keeps beyond ``revode`` that may be kept (a ``memory_budget``).
-        compiled: whether the module goes through ``torch.compile``.
+        compiled: whether its branches run compiled, so that the first step is another.
     """
 
     name: str
@@ -74,7 +74,7 @@ _ALL = [
     Method("revtorch", peers.revtorch, _only_adds, library="revtorch"),
     Method("revlib", peers.revlib, _only_adds, library="revlib"),
     Method("momentumnet", peers.momentumnet, _is_momentum, library="momentumnet"),
-    Method("revode-compiled", _revode(), compiled=True),
+    Method("revode-compiled", _revode(compile=True), compiled=True),
     *(Method(f"revode-budget-{share}", _revode(), budget=share) for share in BUDGETS),
 ]
 METHODS: dict[str, Method] = {method.name: method for method in _ALL}

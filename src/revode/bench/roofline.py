@@ -52,20 +52,13 @@ class Recorder(TorchDispatchMode):
 
 
 def record(case: Case) -> tuple[Counter[Any], int]:
-    """The heavy calls of one step, counted, and the bytes it keeps for backward.
-
-    A compiled method is taken in its eager form, whose calls it makes as well.
-    """
-    call, case.call = case.call, case.module
+    """The heavy calls of one step, counted, and the bytes it keeps for backward."""
     case.clear()
-    try:
-        with Recorder() as recorder:
-            with case.keeping() as kept:
-                loss = case.loss()
-                kept.add_contexts(loss)
-            loss.backward()
-    finally:
-        case.call = call
+    with Recorder() as recorder:
+        with case.keeping() as kept:
+            loss = case.loss()
+            kept.add_contexts(loss)
+        loss.backward()
     return recorder.calls, kept.num_bytes
 
 

@@ -1,9 +1,9 @@
-"""Regional compilation: one compiled pair for each kind of branch, called by every branch of that kind.
+"""Regional compilation: compiled functions for each kind of branch, called by every branch of that kind.
 
 A field that gives its own product is compiled as functions of tensors: its value with what the product needs, the product,
 and the coupling. All strategies call the first two, so that their bits agree. The walk back is given the batch statistics of
-forward (a kilobyte a branch), so that they are not summed up twice. Every other branch is compiled by ``torch.compile``, which knows
-branches of one kind again by itself. Compile time does not grow with depth.
+forward (a kilobyte a branch), so that they are not summed up twice. Every other branch is compiled by ``torch.compile``,
+which knows branches of one kind again by itself. Compile time does not grow with depth.
 """
 
 from __future__ import annotations
