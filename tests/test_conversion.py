@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -232,6 +233,27 @@ def test_a_model_that_takes_blocks_by_their_index_is_warned_of(blocks: slice) ->
         model(x)
     model(x)  # once is enough
     revode.revert(model)(x)
+
+
+@pytest.mark.parametrize("has_skip", [True, False])
+def test_a_model_that_adds_the_skip_itself_is_warned_of(has_skip: bool) -> None:
+    """There x + block(x) of the model's loop would go around all blocks at once."""
+
+    class Branch(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(x + self.linear(x)).relu() if has_skip else self.norm(self.linear(x)).relu()
+
+    model = nn.Sequential(*(Branch() for _ in range(3)))
+    revode.convert(model, "")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(torch.randn(2, 4, requires_grad=True)).sum().backward()
+    assert ["has no skip connection" in str(entry.message) for entry in said] == ([] if has_skip else [True])
 
 
 def test_states_of_a_model_in_bfloat16_are_in_float32() -> None:

@@ -31,6 +31,7 @@ class _Whole(nn.Module):
         self.block = block
         self.name = name
         self.returns_tuple = False
+        self.looks_for_skip = False
 
     def forward(self, q: Tensor, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         y = self.block(q.to(dtype), *args, **kwargs)
@@ -48,7 +49,37 @@ class _Whole(nn.Module):
                 f"the converted block {self.name} makes {found} of a state of shape {tuple(q.shape)}: leave out blocks that "
                 "change the shape, as in revode.convert(..., blocks=slice(1, None))"
             )
+        if self.looks_for_skip and y.requires_grad and q.requires_grad and not torch.compiler.is_compiling():
+            self.looks_for_skip = False
+            if not _has_skip(y, q):
+                warnings.warn(
+                    f"the converted block {self.name} has no skip connection: if the model adds it, as in x = x + block(x), "
+                    "the converted model computes something else; put the addition into the block, or use ReversibleSequence",
+                    stacklevel=2,
+                )
         return y.to(q.dtype)
+
+
+_MIXING = ("Convolution", "MkldnnConvolution", "Mm", "Addmm", "Bmm", "Baddbmm", "Linear", "MkldnnLinear", "ScaledDot")
+"""Operations that no skip connection goes through, as their nodes in a graph begin."""
+
+
+def _has_skip(y: Tensor, x: Tensor) -> bool:
+    """Whether the graph of y reaches x by a way with an addition and without any mixing of channels."""
+    pending: list[tuple[Any, bool]] = [(y.grad_fn, False)]
+    visited: set[tuple[Any, bool]] = set()
+    while pending:
+        node, added = pending.pop()
+        if node is None or (node, added) in visited or node.name().startswith(_MIXING):
+            continue
+        visited.add((node, added))
+        if node is x.grad_fn or getattr(node, "variable", None) is x:
+            if added:
+                return True
+            continue
+        added = added or node.name().startswith(("AddBackward", "AddcmulBackward", "SubBackward"))
+        pending.extend((following, added) for following, _ in node.next_functions)
+    return False
 
 
 class Residual(ResidualBranch):
@@ -73,6 +104,7 @@ class Run:
     def __init__(self, sequence: ReversibleSequence) -> None:
         self.sequence = sequence
         self.has_warned = False
+        self.blocks()[0].looks_for_skip = True
 
     def blocks(self) -> list[_Whole]:
         return [branch.whole for branch in self.sequence.fields if isinstance(branch, Residual)]
