@@ -3,6 +3,7 @@
     python examples/volumes.py --minutes 60              # train; Dice of each class, pictures and figures in runs/volumes
     python examples/volumes.py --step reversible         # one training step on the whole volume: time and peak memory
     python examples/volumes.py --step store --limit 16   # the same, stored, in a process that may have 16 GB
+    python examples/volumes.py --compare 64              # reversible and stored steps on a cube, in turn
     python examples/volumes.py --smoke                   # a small phantom, in seconds
 
 The volume is the MNI152 template of a T1 scan (ICBM 2009a, symmetric) with its maps of grey and white matter, from the wheel
@@ -21,6 +22,7 @@ import hashlib
 import json
 import math
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -135,7 +137,13 @@ def by_intensity(scan: Tensor, trained: Tensor) -> Tensor:
 
 def make_network(args: argparse.Namespace, **options: Any) -> StagedClassifier:
     torch.manual_seed(args.seed)
-    options = {"channels": tuple(args.channels), "blocks": args.blocks, "norm": args.norm, "h": args.h} | options
+    options = {
+        "channels": tuple(args.channels),
+        "blocks": args.blocks,
+        "norm": args.norm,
+        "h": args.h,
+        "compile": args.compile,
+    } | options
     net = revode.create_model("unet-3d", num_classes=len(CLASSES), exact=not args.float32, **options)
     return net.to(memory_format=torch.channels_last_3d)  # the layout in which 3-d convolutions are fastest
 
@@ -242,6 +250,45 @@ def one_step(intensity: Tensor, labels: Tensor, args: argparse.Namespace) -> Non
         print(f"out of memory: it does not fit into {args.limit:g} GB")
 
 
+def compare(args: argparse.Namespace) -> None:
+    """Time of a reversible step over that of a stored one on a cube, in turn; and the share of its convolutions alone."""
+    from revode.bench.roofline import Recorder, floor, replay
+
+    edge = args.compare
+    labels = torch.randint(len(CLASSES), (1, edge, edge, edge))
+    scan = disturbed(torch.rand(edge, edge, edge), torch.Generator().manual_seed(0))
+    nets = {way: make_network(args, backprop=way) for way in ("reversible", "store")}
+
+    def step(way: str) -> float:
+        start = time.perf_counter()
+        nets[way].zero_grad()
+        loss_of(nets[way], scan, labels, args.float32).backward()
+        return time.perf_counter() - start
+
+    for way in nets:
+        step(way)
+    times: dict[str, list[float]] = {way: [] for way in nets}
+    for turn in range(7):
+        for way in sorted(nets, reverse=bool(turn % 2)):
+            times[way].append(step(way))
+    with Recorder() as recorder:
+        step("reversible")
+    alone: dict[Any, float] = {}
+    for call in recorder.calls:
+        run, found = replay(call), []
+        for _ in range(5):
+            start = time.perf_counter()
+            run()
+            found.append(time.perf_counter() - start)
+        alone[call] = statistics.median(found[1:])
+    medians = {way: statistics.median(found) for way, found in times.items()}
+    print(
+        f"edge {edge}, {args.blocks} blocks a unit: reversible {medians['reversible']:.2f} s, store {medians['store']:.2f} s"
+    )
+    print(f"reversible / store {medians['reversible'] / medians['store']:.2f}", end=", ")
+    print(f"convolutions alone / reversible {floor(recorder.calls, alone) / medians['reversible']:.2f}")
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=60, help="how long to train")
@@ -259,6 +306,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--float32", action="store_true", help="not branches in bfloat16 and states on the exact grid")
     parser.add_argument("--threads", type=int, help="how many threads torch may use")
     parser.add_argument("--step", choices=("reversible", "checkpoint", "store"), help="measure a step, train nothing")
+    parser.add_argument("--compare", type=int, metavar="EDGE", help="time steps on a cube of this edge, train nothing")
+    parser.add_argument("--compile", action="store_true", help="run blocks compiled")
     parser.add_argument("--limit", type=float, help="with --step: GB of address space that the process may have")
     parser.add_argument("--data-root", help="where data live; as for `revode data get`")
     parser.add_argument("--out", type=Path, default=Path("runs/volumes"))
@@ -274,6 +323,8 @@ def main() -> None:
     args = arguments()
     if args.threads:
         torch.set_num_threads(args.threads)
+    if args.compare:
+        return compare(args)
     intensity, labels = phantom() if args.smoke else brain(data_root(args.data_root) / "volumes")
     if args.step:
         return one_step(intensity, labels, args)
