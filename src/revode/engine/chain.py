@@ -262,11 +262,11 @@ class Chain:
     def advance_compiled(self, index: int, p: Tensor | None, q: Tensor, field: CompiledField) -> Tensor:
         """``advance`` from the branch's input on."""
         try:
-            q_next, magnitude = field.step(p, q, self.couplings[index], self.grid)
+            q_next, *magnitude = field.step(p, q, self.couplings[index], self.grid)
         except _FAILURES as error:
             raise self._failure(index, q, error) from error
         if self.range_flags is not None:
-            self.range_flags.note_magnitude(magnitude, q.dtype, f"after {self.name(index)}")
+            self.range_flags.note_magnitude(magnitude[0], q.dtype, f"after {self.name(index)}")
         return with_strides(q_next, q.stride())
 
     def retreat_compiled(

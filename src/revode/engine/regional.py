@@ -54,11 +54,11 @@ class CompiledField:
         self.tensors = field.tensors()
         self.statistics: Sequence[Tensor] = ()
 
-    def step(self, p: Tensor | None, q: Tensor, coupling: Coupling, grid: Grid | None) -> tuple[Tensor, Tensor]:
-        """The next state and its magnitude; batch statistics are kept for ``back`` and count for the running ones."""
-        q_next, magnitude, *self.statistics = self.kind.step(p, q, self.tensors, coupling, grid)
+    def step(self, p: Tensor | None, q: Tensor, coupling: Coupling, grid: Grid | None) -> Sequence[Tensor]:
+        """The next state, and on the grid its magnitude; statistics are kept for ``back`` and count for the running ones."""
+        coupled, self.statistics = self.kind.step(p, q, self.tensors, coupling, grid)
         self.count(self.statistics, q)
-        return q_next, magnitude
+        return coupled
 
     def back(
         self, q: Tensor, q_next: Tensor | None, gp: Tensor | None, gq: Tensor, coupling: Coupling, grid: Grid | None
@@ -125,16 +125,16 @@ class _Kind:
 
     def step(
         self, p: Tensor | None, q: Tensor, tensors: Sequence[Tensor], coupling: Coupling, grid: Grid | None
-    ) -> Sequence[Tensor]:
-        """q', its magnitude, and the batch statistics."""
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """q' and on the grid its magnitude; and the batch statistics."""
 
         def couple(q: Tensor, p: Tensor | None, u: Tensor, gain: Tensor) -> list[Tensor]:
             q_next = replace(coupling, gain=gain).step(p, q, u.to(q.dtype), grid and grid.round)
-            return [q_next, q_next.abs().amax()]
+            return [q_next] if grid is None else [q_next, q_next.abs().amax()]
 
         u, *record = self.linearize(q, tensors)
         key = ("couple", p is None, coupling.carry, coupling.keep, grid and grid.bits)
-        return *self._call(key, couple, q, p, u, self._number(coupling.gain, q)), *self.statistics_in(record)
+        return self._call(key, couple, q, p, u, self._number(coupling.gain, q)), self.statistics_in(record)
 
     def back(
         self,
