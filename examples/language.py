@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import math
 import random
@@ -502,23 +503,26 @@ def rates_part(found: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
 
 
 def conversion_part(found: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
-    rows = {way: results[0] for way, results in of_kind(found, "finetune").items()}
-    if len(rows) < 2:
+    rows = of_kind(found, "finetune")
+    pairs = list(zip(rows.get("plain", []), rows.get("converted", []), strict=False))
+    if not pairs:
         return [], {}
-    plain, converted = (rows[way]["bits_per_byte"] for way in ("plain", "converted"))
-    body = [
-        [way, f"{r['before']:.3f}", f"{r['bits_per_byte']:.3f}", human_bytes(r["bytes_kept"])]
-        for way, r in rows.items()
-    ]
+    body, curves = [], {}
+    for plain, converted in pairs:
+        scores = [f"{r['bits_per_byte']:.3f}" for r in (plain, converted)]
+        difference = f"{converted['bits_per_byte'] / plain['bits_per_byte'] - 1:+.2%}"
+        kept = [human_bytes(r["bytes_kept"]) for r in (plain, converted)]
+        body.append([f"{plain['rate']:g}", f"{plain['before']:.3f}", *scores, difference, *kept])
+        for way, result in (("plain", plain), ("converted", converted)):
+            curves[f"{way}, rate {result['rate']:g}"] = tuple(zip(*result["curve"], strict=True))
     parts = [
         "## A plain network, converted",
         "The plain network of the table, trained on Shakespeare, is made torch's own `Sequential` of residual blocks, and "
         '`revode.convert(model, "body", BDIA())` makes it reversible. Both are fine-tuned on the Bible with the same '
-        f"batches and a fifth of the rate, and evaluated in eval mode, where the converted one is plain. After "
-        f"{rows['plain']['tokens']:,} tokens its loss is {converted / plain - 1:+.2%} of the plain one's.",
-        table(["network", "bits per byte before", "after", "kept"], body),
+        f"batches for {pairs[0][0]['tokens']:,} tokens, and evaluated in eval mode, where the converted one is plain too: what "
+        "differs comes from the signs that are drawn in training.",
+        table(["rate", "bits per byte before", "plain", "converted", "difference", "kept, plain", "converted"], body),
     ]
-    curves = {way: tuple(zip(*r["curve"], strict=True)) for way, r in rows.items()}
     return parts, {"converted": lines(curves, "tokens of the Bible", "bits per byte, held out", mark=True)}
 
 
@@ -622,9 +626,18 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("results/language-cpu"))
     parser.add_argument("--smoke", action="store_true", help="a small network on a few kB, a few steps")
     args = parser.parse_args()
-    args.windows, args.repeats = 192, 15
+    args.windows, args.repeats, args.divisors = 192, 15, (5, 20)
     if args.smoke:
-        small = {"tokens": 4096, "seeds": 1, "depth": 2, "width": 32, "context": 32, "windows": 12, "repeats": 1}
+        small = {
+            "tokens": 4096,
+            "seeds": 1,
+            "depth": 2,
+            "width": 32,
+            "context": 32,
+            "windows": 12,
+            "repeats": 1,
+            "divisors": (5,),
+        }
         vars(args).update(small | {"most_rates": 2})
     args.tune_tokens = args.tune_tokens or args.tokens // 4
     return args
@@ -641,8 +654,8 @@ def main() -> None:
         for scheme, rate in rates.items():
             trained(scheme, 0, rate, first, runs, args)
         weights = args.runs / f"train-none-{rates['none']:g}-{args.tokens}-0.pt"
-        for way in ("plain", "converted"):
-            name, rate = f"finetune-{way}-{args.tokens}", rates["none"] / 5
+        for divisor, way in itertools.product(args.divisors, ("plain", "converted")):
+            name, rate = f"finetune-{way}-{args.tokens}-{divisor}", rates["none"] / divisor
             runs.get(name, lambda: fine_tuned(way, weights, rate, other, args))  # noqa: B023
         runs.get("fits", lambda: fits(args))
         if args.speed:
