@@ -385,17 +385,13 @@ def fits(args: argparse.Namespace) -> dict[str, Any]:
 def speeds(args: argparse.Namespace, compiled: bool = False) -> dict[str, Any]:
     """Medians of steps (forward, backward) of every scheme, reversible and stored, timed in turn in a shuffled order.
 
-    Compiled, each branch is compiled by itself: all blocks share one piece of code, and reversing stays as it is.
+    Compiled, all blocks share one piece of code, and reversing stays as it is.
     """
     tokens = torch.randint(256, (args.batch, args.context + 1), generator=torch.Generator().manual_seed(0))
-    cases = {("none", "store"): make_network("none", args)}
+    cases = {("none", "store"): make_network("none", args, compile=compiled)}
     for scheme in list(SCHEMES)[1:]:
         for backprop in ("store", "reversible"):
-            cases[scheme, backprop] = make_network(scheme, args, backprop=backprop)
-    for model in cases.values():
-        for branch in model.body.fields:
-            if compiled:
-                branch.compile()
+            cases[scheme, backprop] = make_network(scheme, args, backprop=backprop, compile=compiled)
     times: dict[tuple[str, str], list[float]] = {case: [] for case in cases}
     start, order = time.monotonic(), random.Random(0)
     for repeat in range(args.repeats + 1):
@@ -480,7 +476,7 @@ def speed_part(found: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
     text = (
         f"Tokens in a second of processor time: medians of {repeats} times forward and backward, all schemes and strategies in "
         "turn. The arithmetic of reversing says a ratio of 0.75. "
-        "Compiled: each branch by `branch.compile()`."
+        "Compiled: `compile=True`, branch by branch."
     )
     return ["## Tokens a second", text, table(header, body)], {}
 

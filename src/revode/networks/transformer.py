@@ -90,8 +90,9 @@ class GPTConfig:
         return replace(self, **own, sequence=own.pop("sequence", self.sequence) | options)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return {"family": FAMILY, **asdict(self)}
+        """Plain values, for JSON; not whether it runs compiled here."""
+        sequence = {name: value for name, value in self.sequence.items() if name != "compile"}
+        return {"family": FAMILY, **asdict(replace(self, sequence=sequence))}
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> GPTConfig:
