@@ -427,6 +427,10 @@ def of_kind(found: dict[str, Any], kind: str) -> dict[str, list[dict[str, Any]]]
     return rows
 
 
+def in_thousands(curve: list[tuple[int, float]]) -> tuple[list[float], list[float]]:
+    return [tokens / 1000 for tokens, _ in curve], [score for _, score in curve]
+
+
 def schemes_part(found: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
     rows = of_kind(found, "train")
     if not rows:
@@ -452,8 +456,8 @@ def schemes_part(found: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
             "Distance of the reversible gradient from the stored one, ‖g − g_store‖ / ‖g_store‖, before and after training:",
             table(header, errors),
         ]
-    curves = {scheme: tuple(zip(*results[0]["curve"], strict=True)) for scheme, results in rows.items()}
-    return parts, {"curves": lines(curves, "tokens", "bits per byte, held out", mark=True)}
+    curves = {scheme: in_thousands(results[0]["curve"]) for scheme, results in rows.items()}
+    return parts, {"curves": lines(curves, "thousand tokens", "bits per byte, held out", mark=True)}
 
 
 def speed_part(found: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
@@ -472,7 +476,7 @@ def speed_part(found: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
             back = rate.get("reversible")
             row += [f"{rate['store']:,.0f}"] + ([f"{back:,.0f}", f"{back / rate['store']:.2f}"] if back else ["–", "–"])
         body.append(row)
-    repeats = next(iter(ways.values()))["repeats"]
+    repeats = ", compiled ".join(str(way["repeats"]) for way in ways.values())
     text = (
         f"Tokens in a second of processor time: medians of {repeats} times forward and backward, all schemes and strategies in "
         "turn. The arithmetic of reversing says a ratio of 0.75. "
@@ -510,7 +514,7 @@ def conversion_part(found: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
         kept = [human_bytes(r["bytes_kept"]) for r in (plain, converted)]
         body.append([f"{plain['rate']:g}", f"{plain['before']:.3f}", *scores, difference, *kept])
         for way, result in (("plain", plain), ("converted", converted)):
-            curves[f"{way}, rate {result['rate']:g}"] = tuple(zip(*result["curve"], strict=True))
+            curves[f"{way}, rate {result['rate']:g}"] = in_thousands(result["curve"])
     parts = [
         "## A plain network, converted",
         "The plain network of the table, trained on Shakespeare, is made torch's own `Sequential` of residual blocks, and "
@@ -519,7 +523,7 @@ def conversion_part(found: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
         "differs comes from the signs that are drawn in training.",
         table(["rate", "bits per byte before", "plain", "converted", "difference", "kept, plain", "converted"], body),
     ]
-    return parts, {"converted": lines(curves, "tokens of the Bible", "bits per byte, held out", mark=True)}
+    return parts, {"converted": lines(curves, "thousand tokens of the Bible", "bits per byte, held out", mark=True)}
 
 
 def memory_part(found: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
@@ -555,7 +559,7 @@ def memory_part(found: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
 
 REMARK = (
     "`none` is the plain network, stored. Kept: activations of a batch that wait for backward, with those of the loss and the "
-    "embedding; six blocks are few, and what is kept of them does not grow with their number. The Hamiltonian network has "
+    "embedding; what is kept of the blocks grows little with their number, or not at all. The Hamiltonian network has "
     "states of twice the width and with them a larger embedding, so its start is not that of the others."
 )
 CAPTIONS = {
@@ -579,9 +583,7 @@ def write_page(found: dict[str, Any], args: argparse.Namespace) -> None:
         "commit": commit(),
         "precision": "bfloat16 branches, float32 states" if args.bfloat16 else "float32",
     }
-    planned = (
-        f"3,000,000 tokens and 3 seeds were planned; {args.tokens:,} tokens and seeds 0 to {seeds - 1} were computed."
-    )
+    planned = f"3,000,000 tokens and 3 seeds were planned; {args.tokens:,} tokens and {seeds} were computed."
     parts = [
         "# Reversible language models",
         f"**Byte-level, context {args.context}, {args.tokens:,} tokens a run: these networks are far from trained out. "
