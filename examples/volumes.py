@@ -1,6 +1,6 @@
 """Segment a brain in one piece: a reversible U-Net on a whole volume of 197x233x189 points.
 
-    python examples/volumes.py --minutes 60              # train; Dice of each class, pictures and figures in runs/volumes
+    python examples/volumes.py --minutes 27 --threads 1  # train; Dice of each class, pictures and figures in runs/volumes
     python examples/volumes.py --step reversible         # one training step on the whole volume: time and peak memory
     python examples/volumes.py --step store --limit 16   # the same, stored, in a process that may have 16 GB
     python examples/volumes.py --compare 64              # reversible and stored steps on a cube, in turn
@@ -161,7 +161,7 @@ def cube(centre: list[int], edge: int, shape: tuple[int, ...]) -> tuple[slice, .
 
 
 def train(net: torch.nn.Module, intensity: Tensor, labels: Tensor, args: argparse.Namespace) -> list[dict[str, float]]:
-    """Patches first, the whole volume last, for so many minutes; the rate falls to zero along half a cosine."""
+    """Patches first, and the whole volume last if asked, for so many minutes; the rate falls to zero along half a cosine."""
     generator = torch.Generator().manual_seed(args.seed)
     optimizer = torch.optim.AdamW(net.parameters(), lr=args.lr, weight_decay=1e-4)
     inside = (labels > 0).nonzero()  # patches have their centre in the brain
@@ -294,14 +294,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=60, help="how long to train")
     parser.add_argument("--steps", type=int, default=10**9, help="stop after so many steps, if that is sooner")
     parser.add_argument(
-        "--whole-share", type=float, default=0.1, help="share of the time for the whole volume, at the end"
+        "--whole-share", type=float, default=0.0, help="share of the time for the whole volume, at the end"
     )
-    parser.add_argument("--patch", type=int, default=64, help="edge of the patches")
+    parser.add_argument("--patch", type=int, default=48, help="edge of the patches")
     parser.add_argument("--blocks", type=int, default=4, help="blocks in a unit")
     parser.add_argument("--channels", type=int, nargs="+", default=[16, 32, 64], help="channels at each resolution")
     parser.add_argument("--norm", default="none", help="none (biases) or batch")
     parser.add_argument("--h", type=float, default=0.3, help="step size of the blocks")
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--lr", type=float, default=1.5e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--float32", action="store_true", help="not branches in bfloat16 and states on the exact grid")
     parser.add_argument("--threads", type=int, help="how many threads torch may use")
