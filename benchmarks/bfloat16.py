@@ -13,7 +13,6 @@ import importlib
 import random
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 import revode
-from revode.bench.roofline import Recorder, floor, replay
+from revode.bench.measure import clock, seconds_alone
 
 WAYS: dict[str, dict[str, Any]] = {
     "exact": {"exact": True},
@@ -66,21 +65,6 @@ def make_step(package: Any, args: argparse.Namespace, name: str, options: dict[s
     return step
 
 
-def clock(step: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    step()
-    return time.perf_counter() - start
-
-
-def bare_convolutions(step: Callable[[], None], repeats: int) -> float:
-    """Seconds of the heavy calls of a step, each called alone."""
-    with Recorder() as recorder:
-        step()
-    runs = {call: replay(call) for call in recorder.calls}
-    times = {call: statistics.median([clock(run) for _ in range(repeats + 2)][2:]) for call, run in runs.items()}
-    return floor(recorder.calls, times)
-
-
 def compare(args: argparse.Namespace) -> None:
     steps = {way: make_step(revode, args, args.name, options) for way, options in WAYS.items()}
     if args.old:
@@ -95,7 +79,7 @@ def compare(args: argparse.Namespace) -> None:
     for _ in range(args.rounds):
         for way in random.sample(list(steps), len(steps)):
             times[way].append(clock(steps[way]))
-    bare = {way: bare_convolutions(steps[way], args.rounds) for way in ("exact", "store")}
+    bare = {way: seconds_alone(steps[way], args.rounds) for way in ("exact", "store")}
     medians = {way: statistics.median(found) for way, found in times.items()}
     print(f"{args.name}, norm {args.norm}, bfloat16, batch {args.batch}, {torch.get_num_threads()} threads")
     for way, median in medians.items():

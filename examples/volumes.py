@@ -17,6 +17,7 @@ intensities would do.
 from __future__ import annotations
 
 import argparse
+import functools
 import gzip
 import hashlib
 import json
@@ -254,41 +255,30 @@ def one_step(intensity: Tensor, labels: Tensor, args: argparse.Namespace) -> Non
 
 def compare(args: argparse.Namespace) -> None:
     """Time of a reversible step over that of a stored one on a cube, in turn; and the share of its convolutions alone."""
-    from revode.bench.roofline import Recorder, floor, replay
+    from revode.bench.measure import clock, seconds_alone
 
     edge = args.compare
     labels = torch.randint(len(CLASSES), (1, edge, edge, edge))
     scan = disturbed(torch.rand(edge, edge, edge), torch.Generator().manual_seed(0))
     nets = {way: make_network(args, backprop=way) for way in ("reversible", "store")}
 
-    def step(way: str) -> float:
-        start = time.perf_counter()
+    def step(way: str) -> None:
         nets[way].zero_grad()
         loss_of(nets[way], scan, labels, args.float32).backward()
-        return time.perf_counter() - start
 
     for way in nets:
         step(way)
     times: dict[str, list[float]] = {way: [] for way in nets}
     for turn in range(7):
         for way in sorted(nets, reverse=bool(turn % 2)):
-            times[way].append(step(way))
-    with Recorder() as recorder:
-        step("reversible")
-    alone: dict[Any, float] = {}
-    for call in recorder.calls:
-        run, found = replay(call), []
-        for _ in range(5):
-            start = time.perf_counter()
-            run()
-            found.append(time.perf_counter() - start)
-        alone[call] = statistics.median(found[1:])
+            times[way].append(clock(functools.partial(step, way)))
+    alone = seconds_alone(lambda: step("reversible"), repeats=4)
     medians = {way: statistics.median(found) for way, found in times.items()}
     print(
         f"edge {edge}, {args.blocks} blocks a unit: reversible {medians['reversible']:.2f} s, store {medians['store']:.2f} s"
     )
     print(f"reversible / store {medians['reversible'] / medians['store']:.2f}", end=", ")
-    print(f"convolutions alone / reversible {floor(recorder.calls, alone) / medians['reversible']:.2f}")
+    print(f"convolutions alone / reversible {alone / medians['reversible']:.2f}")
 
 
 def arguments() -> argparse.Namespace:

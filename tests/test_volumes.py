@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -10,15 +9,9 @@ import sys
 from pathlib import Path
 
 import torch
+import volumes
 
 SCRIPT = Path(__file__).parents[1] / "examples" / "volumes.py"
-
-
-def load_script():
-    spec = importlib.util.spec_from_file_location("volumes", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def run(tmp_path, *flags):
@@ -44,7 +37,6 @@ def test_a_step_is_predicted_and_measured(tmp_path):
 
 
 def test_a_quarter_is_held_out_and_its_labels_are_never_trained_on():
-    volumes = load_script()
     held_out, with_margin = volumes.coronal(233), volumes.coronal(233, volumes.MARGIN)
     assert 0.2 < held_out.float().mean() < 0.3
     distance = (torch.arange(233)[:, None] - held_out.nonzero().flatten()).abs().min(1).values
@@ -52,6 +44,5 @@ def test_a_quarter_is_held_out_and_its_labels_are_never_trained_on():
 
 
 def test_dice_counts_points_in_common():
-    volumes = load_script()
     found, truth = torch.tensor([0, 1, 1, 2]), torch.tensor([0, 1, 2, 2])
     assert volumes.dice(found, truth) == {"background": 1.0, "grey": 2 / 3, "white": 2 / 3, "other": 0.0}

@@ -104,8 +104,12 @@ class KnownField(nn.Module, abc.ABC):
 
     def tensors(self) -> list[Tensor]:
         """What ``product`` has products for, in its order: ``parameters()``, but without a walk over all modules."""
-        children = (child for child in self._modules.values() if child is not None)
-        return [parameter for child in children for parameter in child._parameters.values() if parameter is not None]
+        return [parameters[name] for parameters, name in self.slots()]
+
+    def slots(self) -> list[tuple[dict[str, Any], str]]:
+        """Where those tensors are held: the parameters of a part, and a name among them."""
+        parts = [child._parameters for child in self._modules.values() if child is not None]
+        return [(parameters, name) for parameters in parts for name, tensor in parameters.items() if tensor is not None]
 
     def knows_vjp(self, dtype: torch.dtype) -> bool:
         """Whether ``product`` applies to this field as it is now, to a state in `dtype`.

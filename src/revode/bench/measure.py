@@ -20,7 +20,7 @@ import torch
 from revode.bench.cases import Case, gradient_errors
 from revode.bench.footprint import Footprints
 from revode.bench.methods import METHODS, Method
-from revode.bench.roofline import floor, record, replay
+from revode.bench.roofline import Recorder, floor, record, replay
 from revode.bench.workloads import Workload, subject
 
 REFERENCE = "store"
@@ -248,6 +248,17 @@ class Spread:
             return cls(seconds[0], seconds[0], seconds[0])
         low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
         return cls(median, low, high)
+
+
+def seconds_alone(step: Callable[[], object], repeats: int) -> float:
+    """Seconds that the heavy calls of a step take alone: medians of so many calls each, after two others."""
+    with Recorder() as recorder:
+        step()
+    times = {}
+    for call in recorder.calls:
+        run = replay(call)
+        times[call] = statistics.median([clock(run) for _ in range(repeats + 2)][2:])
+    return floor(recorder.calls, times)
 
 
 def clock(action: Callable[[], object]) -> float:

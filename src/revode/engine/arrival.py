@@ -54,7 +54,7 @@ def fingerprint(x: Tensor, exactly: bool) -> Tensor:
         exactly: whether to sum without rounding, for states on the grid.
     """
     signs = _signs if torch.compiler.is_compiling() else _signs_again
-    flat = _elements(x)
+    flat = elements(x)
     if exactly:
         flat = flat.double()
     elif flat.dtype in (torch.float16, torch.bfloat16):
@@ -69,9 +69,11 @@ def fingerprint(x: Tensor, exactly: bool) -> Tensor:
     return flat.clone()  # never a view of x
 
 
-def _elements(x: Tensor) -> Tensor:
+def elements(x: Tensor) -> Tensor:
+    """The elements of x that this process holds in one row: as they lie in memory, where they lie there without gaps."""
     x = own_part(x.detach())
-    return x.reshape(-1) if torch.compiler.is_compiling() else x.as_strided((x.numel(),), (1,))
+    dense = not torch.compiler.is_compiling() and torch.ops.aten.is_non_overlapping_and_dense(x)
+    return x.as_strided((x.numel(),), (1,)) if dense else x.reshape(-1)
 
 
 def own_part(x: Tensor) -> Tensor:
@@ -81,7 +83,7 @@ def own_part(x: Tensor) -> Tensor:
 
 def size(x: Tensor) -> Tensor:
     """About ‖x‖, from every n-th element. A fingerprint can be far smaller, where equal parts of x have opposite signs."""
-    flat = _elements(x)
+    flat = elements(x)
     every = 1 if torch.compiler.is_compiling() else max(1, flat.numel() // _ROW)
     return torch.linalg.vector_norm(flat[::every].float() if flat.dtype.itemsize < 4 else flat[::every]) * every**0.5
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from revode.engine.arrival import can_be_judged, own_part, post
+from revode.engine.arrival import can_be_judged, elements, post
 
 DEFAULT_BITS = 14
 _MANTISSA_BITS = {torch.float32: 24, torch.float64: 53}
@@ -95,8 +95,7 @@ def with_strides(x: Tensor, strides: tuple[int, ...]) -> Tensor:
 
 def _magnitude(x: Tensor) -> Tensor:
     """The largest magnitude in x, or NaN. (In one row, minima and maxima are 25 times faster than a norm.)"""
-    dense = torch.ops.aten.is_non_overlapping_and_dense(x)
-    least, most = torch.aminmax(x.as_strided((x.numel(),), (1,), x.storage_offset()) if dense else x)
+    least, most = torch.aminmax(elements(x))
     return torch.maximum(-least, most)
 
 
@@ -185,7 +184,7 @@ class RangeFlags:
             text = f"revode: exact state out of range {self._limit:g} or NaN {where}"
             torch.ops.aten._assert_async.msg(state.detach().abs().amax() < self._limit, text)
             return
-        self.note_magnitude(_magnitude(own_part(state.detach())), state.dtype, where)
+        self.note_magnitude(_magnitude(state), state.dtype, where)
 
     def note_magnitude(self, magnitude: Tensor, dtype: torch.dtype, where: str) -> None:
         """Remember the largest magnitude in a state of `dtype` at this place."""

@@ -232,10 +232,8 @@ def _compile(function: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) ->
 
 def _lend(field: KnownField, tensors: Sequence[Tensor]) -> None:
     """Have `field` compute with these tensors in place of its parameters."""
-    children = (child for child in field._modules.values() if child is not None)
-    slots = [(child, name) for child in children for name, tensor in child._parameters.items() if tensor is not None]
-    for (child, name), tensor in zip(slots, tensors, strict=True):
-        child._parameters[name] = tensor  # type: ignore[assignment]
+    for (parameters, name), tensor in zip(field.slots(), tensors, strict=True):
+        parameters[name] = tensor
 
 
 def _normalize_by(statistics: Sequence[Tensor]) -> Normalize:
