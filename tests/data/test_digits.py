@@ -11,7 +11,7 @@ from revode.data import load
 def test_the_split_is_fixed_and_stratified() -> None:
     data = load("digits")
     assert data.test is not None
-    assert (len(data.train), len(data.test)) == (1437, 360)
+    assert (len(data.train), len(data.test)) == (data.num_train, data.num_test) == (1437, 360)
     assert torch.bincount(data.test.labels).tolist() == [36, 37, 35, 37, 36, 36, 36, 36, 35, 36]
     test_bytes = data.test.images.numpy().tobytes() + data.test.labels.numpy().tobytes()
     assert hashlib.sha1(test_bytes).hexdigest() == "e088ed2f64f24a620d5e21d55200ce09bda21119"

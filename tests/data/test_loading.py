@@ -21,6 +21,14 @@ def test_facts_are_complete(info: DatasetInfo) -> None:
     assert (info.pad, info.flip) == {"digits": (1, False), "stl10": (12, True)}.get(info.name, (4, True))
 
 
+@pytest.mark.parametrize("name", FILE_SETS)
+def test_counts_of_images_are_those_of_the_official_files(name: str) -> None:
+    info, layout = describe(name), LAYOUTS[name]
+    image = info.channels * info.image_size**2 + max(1, len(layout.label_keys))  # with its label bytes
+    sizes = [sum(file.size for file in files) for files in (layout.train, layout.test)]
+    assert sizes == [info.num_train * image, info.num_test * image]
+
+
 def test_an_unknown_name_lists_the_choices_and_the_nearest() -> None:
     with pytest.raises(ValueError, match=r"unknown data set 'cifar-10'; nearest: cifar10, .*; choose one of digits, "):
         describe("cifar-10")

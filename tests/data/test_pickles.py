@@ -12,7 +12,6 @@ import torch
 
 from revode.data import load
 from revode.data.catalogue import LAYOUTS, Layout
-from revode.data.files import load_plain
 
 Tiny = Callable[[str], tuple[Layout, dict[str, bytes]]]
 
@@ -66,18 +65,23 @@ def test_cifar100_pickles_give_the_fine_labels(tmp_path: Path, tiny: Tiny) -> No
     assert load("cifar100", tmp_path).train.labels.tolist() == [n % 10 for n in range(20)]
 
 
-def test_a_pickle_of_python_2_is_read(tmp_path: Path) -> None:
+def test_a_pickle_of_python_2_is_read(tmp_path: Path, tiny: Tiny) -> None:
     """Opcodes as Python 2 wrote them: protocol 2, byte strings, names under numpy.core."""
-    path = tmp_path / "batch"
-    path.write_bytes(
+    _, contents = tiny("cifar10")
+    folder = write_pickles(tmp_path, "cifar10", contents, 2, bytes)
+    images = np.frombuffer(contents["test_batch.bin"], np.uint8).reshape(-1, 3073)
+    pixels, labels = images[:, 1:].tobytes(), images[:, 0].tobytes()
+    (folder / "test_batch").write_bytes(
         b"\x80\x02}(U\x04datacnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85U\x01b\x87R"
-        b"(K\x01K\x02K\x03\x86cnumpy\ndtype\nU\x02u1K\x00K\x01\x87R"
-        b"(K\x03U\x01|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb\x89U\x06\x01\x02\x03\x04\x05\x06tb"
-        b"U\x06labels](K\x07K\x08eu."
-    )
-    batch = load_plain(path)
-    assert batch[b"data"].tolist() == [[1, 2, 3], [4, 5, 6]]
-    assert batch[b"labels"] == [7, 8]
+        b"(K\x01K" + bytes([len(images)]) + b"M\x00\x0c\x86cnumpy\ndtype\nU\x02u1K\x00K\x01\x87R"
+        b"(K\x03U\x01|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb\x89T"
+        + len(pixels).to_bytes(4, "little") + pixels
+        + b"tbU\x06labels](" + b"".join(b"K" + bytes([label]) for label in labels) + b"eu."
+    )  # fmt: skip
+    test = load("cifar10", tmp_path).test
+    assert test is not None
+    assert test.images.numpy().tobytes() == pixels
+    assert test.labels.tolist() == list(labels)
 
 
 class Calls:
@@ -116,51 +120,35 @@ def test_a_pickle_that_wants_to_run_code_is_refused_before_it_does(
     assert not mark.exists()
 
 
-def test_a_nested_name_is_no_way_around(tmp_path: Path) -> None:
-    path = tmp_path / "batch"
+@pytest.fixture
+def batch(tmp_path: Path, tiny: Tiny) -> Path:
+    """The first of CIFAR-10's pickles, all of which are right."""
+    _, contents = tiny("cifar10")
+    return write_pickles(tmp_path, "cifar10", contents, 2, bytes) / "data_batch_1"
+
+
+def test_a_nested_name_is_no_way_around(tmp_path: Path, batch: Path) -> None:
     name = b"ndarray.__class__"
-    path.write_bytes(b"\x80\x04\x8c\x05numpy\x8c" + bytes([len(name)]) + name + b"\x93.")
+    batch.write_bytes(b"\x80\x04\x8c\x05numpy\x8c" + bytes([len(name)]) + name + b"\x93.")
     with pytest.raises(ValueError, match=r"asks for numpy.ndarray.__class__"):
-        load_plain(path)
+        load("cifar10", tmp_path)
 
 
-@pytest.mark.parametrize("dtype", ["O", "U4", "M8[s]", "u1,O"])
-def test_arrays_of_other_than_numbers_are_refused(tmp_path: Path, dtype: str) -> None:
-    path = tmp_path / "batch"
-    path.write_bytes(pickle.dumps(np.zeros(3, dtype=dtype)))
-    with pytest.raises(ValueError, match="is not a readable pickle"):
-        load_plain(path)
+@pytest.mark.parametrize("dtype", ["O", "U4", "M8[s]", "u1,O", "i1", "f4"])
+def test_arrays_of_other_than_bytes_are_refused(tmp_path: Path, batch: Path, dtype: str) -> None:
+    batch.write_bytes(pickle.dumps({"data": np.zeros((20, 3072), dtype=dtype), "labels": [0] * 20}))
+    with pytest.raises(ValueError, match="expected: uint8"):
+        load("cifar10", tmp_path)
 
 
-def test_attributes_set_by_one_pickle_do_not_reach_the_next(tmp_path: Path) -> None:
-    hostile, honest = tmp_path / "hostile", tmp_path / "honest"
+def test_attributes_set_by_one_pickle_do_not_reach_the_next(tmp_path: Path, batch: Path) -> None:
+    honest = batch.read_bytes()
     # Puts the text "x" in place of the class's __setstate__.
-    hostile.write_bytes(b"\x80\x02cnumpy\nndarray\n(N}X\x0c\x00\x00\x00__setstate__X\x01\x00\x00\x00xstb.")
-    honest.write_bytes(pickle.dumps({"data": np.arange(6, dtype=np.uint8)}))
-    with pytest.raises(ValueError, match="hostile"):
-        load_plain(hostile)
-    assert load_plain(honest)["data"].tolist() == list(range(6))
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        np.arange(12, dtype=np.float32).reshape(3, 4),
-        np.asfortranarray(np.arange(12, dtype=np.int64).reshape(3, 4)),
-        np.arange(4, dtype=">i4"),
-        np.array([True, False]),
-    ],
-    ids=lambda array: str(array.dtype),
-)
-@pytest.mark.parametrize("protocol", [2, 4, 5])
-def test_arrays_come_back_as_they_were(tmp_path: Path, value: np.ndarray, protocol: int) -> None:
-    path = tmp_path / "array"
-    path.write_bytes(pickle.dumps([value, np.int64(3), (1.5, None, "text", b"bytes")], protocol=protocol))
-    array, number, rest = load_plain(path)
-    assert array.dtype == value.dtype
-    assert np.array_equal(array, value)
-    assert number == 3
-    assert rest == [1.5, None, "text", b"bytes"]
+    batch.write_bytes(b"\x80\x02cnumpy\nndarray\n(N}X\x0c\x00\x00\x00__setstate__X\x01\x00\x00\x00xstb.")
+    with pytest.raises(ValueError, match="data_batch_1 is not"):
+        load("cifar10", tmp_path)
+    batch.write_bytes(honest)
+    load("cifar10", tmp_path)
 
 
 @pytest.mark.parametrize("kept", [0, 1, 10, 100, 5000])
@@ -178,7 +166,7 @@ def test_a_truncated_pickle_is_an_error_in_words(tmp_path: Path, tiny: Tiny, kep
     [
         ([1, 2], "expected a dict, found a list"),
         ({"data": np.zeros((2, 3072), np.uint8)}, "no entry 'labels'"),
-        ({"data": np.zeros((2, 3), np.uint8), "labels": [0, 1]}, "expected uint8"),
+        ({"data": np.zeros((2, 3), np.uint8), "labels": [0, 1]}, "expected: uint8"),
         ({"data": np.zeros((2, 3072), np.uint8), "labels": [0]}, "not a CIFAR batch"),
         ({"data": np.zeros((2, 3072), np.uint8), "labels": ["a", "b"]}, "not a CIFAR batch"),
         ({"data": np.zeros((2, 3072), np.uint8), "labels": [0, 1]}, "does not hold the official images"),

@@ -211,24 +211,23 @@ def alternate(indices: Tensor, epoch: int, *, seed: int) -> Tensor:
 
 def squares(indices: Tensor, size: int, edge: int, *, seed: int, epoch: int) -> Tensor:
     """A mask (N, 1, size, size) with one square of this edge an image; centres are uniform, so some squares are cut off."""
-    bits = random_bits(stream_key(seed, CUTOUT, epoch), indices)
-    mask, offsets = (1 << _FIELD_BITS) - 1, torch.arange(size, device=indices.device)
-    inside = []
-    for draws in (bits & mask, (bits >> _FIELD_BITS) & mask):
-        first = (draws % size)[:, None] - edge // 2
-        inside.append((offsets >= first) & (offsets < first + edge))
-    rows, columns = inside
+    offsets = torch.arange(size, device=indices.device)
+    centres = torch.stack(_draws(stream_key(seed, CUTOUT, epoch), indices)[:2]) % size
+    distance = offsets - (centres[..., None] - edge // 2)
+    rows, columns = (distance >= 0) & (distance < edge)
     return (rows[:, :, None] & columns[:, None, :])[:, None]
 
 
 def draw(indices: Tensor, info: DatasetInfo, *, seed: int, epoch: int) -> tuple[Tensor, Tensor, Tensor]:
     """For every index: top row and left column of its crop in the padded image (int64), and whether it is mirrored."""
-    bits = random_bits(stream_key(seed, AUGMENTATION, epoch), indices)
-    mask = (1 << _FIELD_BITS) - 1
-    rows = (bits & mask) % (2 * info.pad + 1)
-    columns = ((bits >> _FIELD_BITS) & mask) % (2 * info.pad + 1)
-    mirrored = ((bits >> (2 * _FIELD_BITS)) & 1).bool() & info.flip
-    return rows, columns, mirrored
+    rows, columns, coins = _draws(stream_key(seed, AUGMENTATION, epoch), indices)
+    return rows % (2 * info.pad + 1), columns % (2 * info.pad + 1), (coins & 1).bool() & info.flip
+
+
+def _draws(key: int, indices: Tensor) -> list[Tensor]:
+    """Three independent draws of 20 bits for every index."""
+    bits, mask = random_bits(key, indices), (1 << _FIELD_BITS) - 1
+    return [(bits >> (place * _FIELD_BITS)) & mask for place in range(3)]
 
 
 def _crop(padded: Tensor, size: int, rows: Tensor, columns: Tensor, mirrored: Tensor) -> Tensor:

@@ -9,8 +9,6 @@ from pathlib import Path
 
 from revode.files import unknown
 
-_CIFAR10_CLASSES = "airplane automobile bird cat deer dog frog horse ship truck".split()
-_STL10_CLASSES = "airplane bird car cat deer dog horse monkey ship truck".split()
 _CIFAR100_CLASSES = """
     apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can castle
     caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin elephant
@@ -35,6 +33,8 @@ class DatasetInfo:
         std: Standard deviation of each channel, likewise.
         pad: Width of the zero border from which augmentation draws its crops.
         flip: Whether augmentation mirrors images; a mirrored digit is another sign, so the digits are not flipped.
+        num_train: Images of the official training split.
+        num_test: Images of the official test split.
     """
 
     name: str
@@ -45,6 +45,8 @@ class DatasetInfo:
     std: tuple[float, ...]
     pad: int
     flip: bool
+    num_train: int = 0
+    num_test: int = 0
 
     @property
     def num_classes(self) -> int:
@@ -56,19 +58,23 @@ INFOS = {
     info.name: info
     for info in (
         DatasetInfo(
-            name="digits", class_names=tuple("0123456789"), channels=1, image_size=8,
+            name="digits", class_names=tuple("0123456789"), channels=1, image_size=8, num_train=1_437, num_test=360,
             mean=(0.30425,), std=(0.37594,), pad=1, flip=False,
         ),
         DatasetInfo(
-            name="cifar10", class_names=tuple(_CIFAR10_CLASSES), channels=3, image_size=32,
+            name="cifar10",
+            class_names=tuple("airplane automobile bird cat deer dog frog horse ship truck".split()),
+            channels=3, image_size=32, num_train=50_000, num_test=10_000,
             mean=(0.49140, 0.48216, 0.44653), std=(0.24703, 0.24349, 0.26159), pad=4, flip=True,
         ),
         DatasetInfo(
-            name="cifar100", class_names=tuple(_CIFAR100_CLASSES), channels=3, image_size=32,
+            name="cifar100", class_names=tuple(_CIFAR100_CLASSES),
+            channels=3, image_size=32, num_train=50_000, num_test=10_000,
             mean=(0.50708, 0.48655, 0.44092), std=(0.26733, 0.25644, 0.27615), pad=4, flip=True,
         ),
         DatasetInfo(
-            name="stl10", class_names=tuple(_STL10_CLASSES), channels=3, image_size=96,
+            name="stl10", class_names=tuple("airplane bird car cat deer dog horse monkey ship truck".split()),
+            channels=3, image_size=96, num_train=5_000, num_test=8_000,
             mean=(0.44671, 0.43981, 0.40665), std=(0.26034, 0.25658, 0.27127), pad=12, flip=True,
         ),
     )
@@ -133,6 +139,10 @@ class Layout:
         """All files, training split first."""
         return self.train + self.test
 
+    def lacks_test(self, root: Path) -> bool:
+        """Whether the test split may be absent, and is: not one of its files lies under `root`."""
+        return self.test_optional and not any((root / self.folder / file.name).exists() for file in self.test)
+
 
 LAYOUTS = {
     "cifar10": Layout(
@@ -180,8 +190,5 @@ LAYOUTS = {
 
 def data_root(root: str | os.PathLike[str] | None = None) -> Path:
     """Where data live: `root`, else ``$REVODE_DATA``, else ``$XDG_CACHE_HOME/revode``, else ``~/.cache/revode``."""
-    if root is None:
-        root = os.environ.get("REVODE_DATA") or None
-    if root is None:
-        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "revode"
-    return Path(root).expanduser()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(root if root is not None else os.environ.get("REVODE_DATA") or cache / "revode").expanduser()

