@@ -144,6 +144,11 @@ class Scheme(abc.ABC):
         return 1.0 - self.damping
 
     @property
+    def halves(self) -> bool:
+        """Whether the pair is the two halves of the input, so that branches have half of its width."""
+        return self.splits and self.start != "duplicate"
+
+    @property
     def invertible_exactly(self) -> bool:
         """Whether ``exact`` applies: |s| = 1, or |s| = 1/2, where one bit of each element is kept beside."""
         return abs(self.carry) in (1.0, 0.5)

@@ -73,6 +73,12 @@ def test_weights_of_another_dtype_than_the_state_are_refused(dtype: torch.dtype,
         sequence(torch.randn(2, 4, 5, 5))
 
 
+def test_a_branch_as_wide_as_the_input_is_told_that_it_gets_half() -> None:
+    sequence = ReversibleSequence([nn.Linear(8, 8), nn.Linear(8, 8)], AdditiveCoupling())
+    with pytest.raises(ValueError, match="half of the input, as AdditiveCoupling splits it"):
+        sequence(torch.randn(2, 8))
+
+
 class Rounding(nn.Module):
     def forward(self, q: Tensor) -> Tensor:
         return q.to(torch.float64)

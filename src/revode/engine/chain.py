@@ -83,6 +83,7 @@ class Chain:
         contents: what was found in these branches before.
         keeps_aux: whether the aux of branches that return ``(u, aux)`` is wanted.
         compiled: whether fields that give their own product run compiled.
+        hint: what to say of the state when a branch fails on it.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class Chain:
         contents: ContentsOf,
         keeps_aux: bool = False,
         compiled: bool = False,
+        hint: str = "",
     ) -> None:
         self.branches = list(branches)
         self.couplings = list(couplings)
@@ -104,6 +106,7 @@ class Chain:
         self.range_flags = None if grid is None else RangeFlags(grid)
         self.keeps_aux = keeps_aux
         self.compiled = compiled
+        self.hint = hint
         self._contents = contents
         self._looked_up: dict[int, Contents] = {}
         if kwargs and not self.traced:
@@ -216,7 +219,7 @@ class Chain:
         """An error of the branch that says which branch it is, and on what it failed."""
         if isinstance(error, torch.OutOfMemoryError):
             return error
-        text = f"{self.name(index)} failed on a state of shape {tuple(q.shape)} and dtype {q.dtype}: {error}"
+        text = f"{self.name(index)} failed on a state of shape {tuple(q.shape)} and dtype {q.dtype}{self.hint}: {error}"
         return (BranchTypeError if isinstance(error, TypeError) else BranchError)(text)
 
     def _conform(self, index: int, q: Tensor, u: Any, autocast: Autocast) -> tuple[Tensor, Any]:

@@ -234,7 +234,9 @@ class ReversibleSequence(nn.Module):
         for index, (field, coupling) in enumerate(zip(fields, couplings, strict=True)):
             if coupling.is_plain and isinstance(field, ResidualBranch):
                 fields[index], couplings[index] = field.whole, Coupling(0.0, 0.0, 1.0)
-        return Chain(fields, couplings, self._grid_now(), kwargs, self._contents, keeps_aux, self.compile_branches)
+        hint = f" (half of the input, as {type(self.scheme).__name__} splits it)" if self.scheme.halves else ""
+        compiled, grid = self.compile_branches, self._grid_now()
+        return Chain(fields, couplings, grid, kwargs, self._contents, keeps_aux, compiled, hint)
 
     def _chain_from(self, p: Tensor | None, q: Tensor, kwargs: dict[str, Any], keeps_aux: bool = False) -> Chain:
         """A call that starts from this pair."""
