@@ -337,7 +337,7 @@ class _Gradients:
         self._traced = traced
         small = [] if traced else [slot for slot, tensor in enumerate(inputs) if _pins_the_heap(tensor)]
         # One call for all of them; what they hold is written over.
-        memory = torch._foreach_neg([inputs[slot] for slot in small]) if small else ()
+        memory = torch._foreach_neg([inputs[slot] for slot in small]) if small else ()  # pyright: ignore[reportPrivateImportUsage]
         self._memory = dict(zip(small, memory, strict=True))
 
     def add(self, slots: Sequence[int], grads: Sequence[Tensor | None], scale: float) -> None:
@@ -357,9 +357,9 @@ class _Gradients:
     def _copy(self, grads: dict[int, Tensor], scale: float) -> None:
         if grads:
             memory = [self._memory[slot] for slot in grads]
-            torch._foreach_copy_(memory, list(grads.values()))
+            torch._foreach_copy_(memory, list(grads.values()))  # pyright: ignore[reportPrivateImportUsage]
             if scale != 1.0:
-                torch._foreach_mul_(memory, scale)
+                torch._foreach_mul_(memory, scale)  # pyright: ignore[reportPrivateImportUsage]
             grads.clear()
 
     def _add(self, slot: int, grad: Tensor, scale: float) -> None:
