@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from revode.engine import ReversibleSequence
+from revode.engine.accounting import adds
 from revode.engine.chain import ResidualBranch
 from revode.files import unknown
 from revode.schemes import BDIA, Scheme
@@ -51,7 +52,7 @@ class _Whole(nn.Module):
             )
         if self.looks_for_skip and y.requires_grad and q.requires_grad and not torch.compiler.is_compiling():
             self.looks_for_skip = False
-            if not _has_skip(y, q):
+            if not adds(y, q, lambda name: not name.startswith(_MIXING)):
                 warnings.warn(
                     f"the converted block {self.name} has no skip connection: if the model adds it, as in x = x + block(x), "
                     "the converted model computes something else; put the addition into the block, or use ReversibleSequence",
@@ -62,24 +63,6 @@ class _Whole(nn.Module):
 
 _MIXING = ("Convolution", "MkldnnConvolution", "Mm", "Addmm", "Bmm", "Baddbmm", "Linear", "MkldnnLinear", "ScaledDot")
 """Operations that no skip connection goes through, as their nodes in a graph begin."""
-
-
-def _has_skip(y: Tensor, x: Tensor) -> bool:
-    """Whether the graph of y reaches x by a way with an addition and without any mixing of channels."""
-    pending: list[tuple[Any, bool]] = [(y.grad_fn, False)]
-    visited: set[tuple[Any, bool]] = set()
-    while pending:
-        node, added = pending.pop()
-        if node is None or (node, added) in visited or node.name().startswith(_MIXING):
-            continue
-        visited.add((node, added))
-        if node is x.grad_fn or getattr(node, "variable", None) is x:
-            if added:
-                return True
-            continue
-        added = added or node.name().startswith(("AddBackward", "AddcmulBackward", "SubBackward"))
-        pending.extend((following, added) for following, _ in node.next_functions)
-    return False
 
 
 class Residual(ResidualBranch):

@@ -1,4 +1,4 @@
-"""Bytes that autograd keeps, counted.
+"""Graphs of autograd: bytes that they keep, counted, and skip connections in them.
 
 `SavedTensors` watches everything saved for backward inside a block; `graph_bytes` asks a graph that already exists. Both count
 each storage once and leave out what exists anyway (parameters and other tensors named by the caller).
@@ -6,7 +6,7 @@ each storage once and leave out what exists anyway (parameters and other tensors
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -57,6 +57,33 @@ def graph_nodes(output: Tensor, inputs: Iterable[Tensor] = ()) -> Iterator[Any]:
         visited.add(node)
         yield node
         pending.extend(following for following, _ in node.next_functions)
+
+
+def adds(y: Tensor, x: Tensor, leads_on: Callable[[str], bool]) -> bool:
+    """Whether the graph of y reaches x by a way with an addition on it.
+
+    Args:
+        y: where the graph ends.
+        x: where it may begin.
+        leads_on: by its name, whether a way may go through a node.
+    """
+    pending: list[tuple[Any, bool]] = [(y.grad_fn, False)]
+    visited: set[tuple[Any, bool]] = set()
+    while pending:
+        node, added = pending.pop()
+        if node is None or (node, added) in visited:
+            continue
+        visited.add((node, added))
+        if node is x.grad_fn or getattr(node, "variable", None) is x:
+            if added:
+                return True
+        elif leads_on(node.name()):
+            added = added or node.name().startswith(_ADDITIONS)
+            pending.extend((following, added) for following, _ in node.next_functions)
+    return False
+
+
+_ADDITIONS = ("AddBackward", "AddcmulBackward", "SubBackward")
 
 
 def graph_bytes(output: Tensor, inputs: Iterable[Tensor], exclude: Iterable[Tensor] = ()) -> int:

@@ -20,7 +20,7 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from revode.engine import arrival
-from revode.engine.accounting import graph_nodes
+from revode.engine.accounting import adds, graph_nodes
 from revode.engine.chain import BranchError, Chain, Template, tensor_leaves, unsuitable
 from revode.engine.contents import hooks_hear_every_module
 from revode.engine.grid import with_strides
@@ -530,7 +530,7 @@ def _look_at_graph(chain: Chain, index: int, outputs: Sequence[Tensor], leaves: 
     contents, coupling = chain.contents(index), chain.couplings[index]
     adds_states = not (is_number(coupling.carry, 0.0) and is_number(coupling.keep, 0.0))
     if contents.has_skip is None and adds_states:
-        contents.has_skip = _adds_its_input(outputs[0], leaves[0])
+        contents.has_skip = adds(outputs[0], leaves[0], lambda name: name.startswith(_NEUTRAL))
         if contents.has_skip and chain.warns_of_skips():
             warnings.warn(
                 f"{chain.name(index)} adds its own input, as a residual block does, and the scheme adds it once more: leave "
@@ -540,23 +540,6 @@ def _look_at_graph(chain: Chain, index: int, outputs: Sequence[Tensor], leaves: 
 
 
 _NEUTRAL = ("AddBackward", "AliasBackward", "CloneBackward", "ToCopyBackward", "ViewBackward", "UnsafeViewBackward")
-
-
-def _adds_its_input(u: Tensor, leaf: Tensor) -> bool:
-    """Whether the graph of u reaches `leaf` through additions alone."""
-    pending: list[tuple[Any, bool]] = [(u.grad_fn, False)]
-    visited: set[Any] = set()
-    while pending:
-        node, added = pending.pop()
-        if node is None or node in visited:
-            continue
-        visited.add(node)
-        if getattr(node, "variable", None) is leaf and added:
-            return True
-        if node.name().rstrip("0123456789").startswith(_NEUTRAL):
-            added = added or node.name().startswith("AddBackward")
-            pending.extend((following, added) for following, _ in node.next_functions)
-    return False
 
 
 def call_stored(chain: Chain, branch: nn.Module, q: Tensor, kwargs: dict[str, Any], autocast: Autocast) -> Any:
