@@ -7,7 +7,6 @@ import torch
 from small_networks import FAMILIES, images, small_network
 
 from revode.stability import finite_size_growth, lyapunov_exponents, lyapunov_of_maps
-from revode.stability.lyapunov import orthonormalize
 
 
 def henon(state):
@@ -29,15 +28,6 @@ def runge_kutta(function, dt):
         return state + dt / 6 * (a + 2 * b + 2 * c + d)
 
     return step
-
-
-def test_gram_schmidt_is_qr():
-    frame = torch.randn(3, 2, 7, dtype=torch.float64)
-    basis, logs = orthonormalize(frame)
-    for sample in range(2):
-        q, r = torch.linalg.qr(frame[:, sample].t())
-        torch.testing.assert_close(logs[:, sample], r.diagonal().abs().log())
-        torch.testing.assert_close(basis[:, sample].t().abs(), q.abs())
 
 
 def test_linear_system_has_the_real_parts_of_its_eigenvalues():

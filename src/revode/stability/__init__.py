@@ -17,6 +17,8 @@ All of it works on copies in eval mode: the model's mode, gradients, buffers and
 from revode.stability.analysis import Analysis as Analysis
 from revode.stability.analysis import analyze as analyze
 from revode.stability.bounds import LayerBound as LayerBound
+from revode.stability.bounds import Norm as Norm
+from revode.stability.bounds import operator_norm as operator_norm
 from revode.stability.bounds import step_bounds as step_bounds
 from revode.stability.bounds import suggest_h as suggest_h
 from revode.stability.dynamics import amplification as amplification
@@ -31,8 +33,6 @@ from revode.stability.lyapunov import finite_size_growth as finite_size_growth
 from revode.stability.lyapunov import lyapunov_exponents as lyapunov_exponents
 from revode.stability.lyapunov import lyapunov_of_maps as lyapunov_of_maps
 from revode.stability.monitor import StabilityMonitor as StabilityMonitor
-from revode.stability.norms import Norm as Norm
-from revode.stability.norms import operator_norm as operator_norm
 from revode.stability.propagation import Propagation as Propagation
 from revode.stability.propagation import Sensitivity as Sensitivity
 from revode.stability.propagation import adversarial_sensitivity as adversarial_sensitivity

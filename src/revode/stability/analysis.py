@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from revode.engine import ReversibleSequence
 from revode.stability.bounds import LayerBound, largest_usage, step_bounds
 from revode.stability.energy import Energy, hamiltonian_energy
-from revode.stability.lyapunov import Lyapunov, finite_size_growth, joined, lyapunov_exponents
+from revode.stability.lyapunov import Lyapunov, finite_size_growth, lyapunov_exponents
 from revode.stability.propagation import (
     Propagation,
     Sensitivity,
@@ -165,10 +165,7 @@ def analyze(
     num_calibrated = calibrate_batch_norm(copied, images)
     few = images[:CHUNK]
     note("perturbations")
-    chunks = [
-        lyapunov_exponents(copied, images[i : i + CHUNK], k=k, dtype=torch.float32, seed=seed + i)
-        for i in range(0, len(images), CHUNK)
-    ]
+    lyapunov = lyapunov_exponents(copied, images, k=k, dtype=torch.float32, seed=seed, chunk=CHUNK)
     finite = finite_size_growth(copied, few, seed=seed)
     note("step bounds")
     bounds = step_bounds(copied, few, tolerance=0.02, dtype=torch.float32, seed=seed)
@@ -183,11 +180,11 @@ def analyze(
     half, half_labels = images[: 2 * CHUNK], None if labels is None else labels[: 2 * CHUNK]
     return Analysis(
         name=name or _name_of(model),
-        num_layers=int(getattr(model, "num_layers", 0)) or chunks[0].places[-1].depth,
+        num_layers=int(getattr(model, "num_layers", 0)) or lyapunov.places[-1].depth,
         num_images=len(images),
         num_calibrated=num_calibrated,
         schemes=[repr(unit.scheme) for unit in reversible_units(model)],
-        lyapunov=joined(chunks),
+        lyapunov=lyapunov,
         finite_size=finite,
         bounds=bounds,
         spectra=spectra,

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from revode.engine import ReversibleSequence
 from revode.fields import ACTIVATIONS, Bias, SymmetricField
 from revode.stability.dynamics import is_first_order
-from revode.stability.walk import Parts, Place, prepared, walk
+from revode.stability.walk import Parts, prepared, steps_of, unit_states
 
 _ANTIDERIVATIVES: dict[Any, Callable[[Tensor], Tensor]] = {
     ACTIVATIONS["relu"]: lambda x: 0.5 * torch.relu(x).square(),
@@ -101,6 +101,7 @@ def energy(unit: ReversibleSequence, fields: list[nn.Module], parts: Parts) -> T
     return kinetic + 0.5 * (potential(fields[0], p) + potential(fields[0], q))
 
 
+@torch.no_grad()
 def hamiltonian_energy(model: nn.Module, images: Tensor, *, dtype: torch.dtype = torch.float64) -> Energy | None:
     """H along depth; None if no unit of the model has a Hamiltonian.
 
@@ -109,24 +110,13 @@ def hamiltonian_energy(model: nn.Module, images: Tensor, *, dtype: torch.dtype =
         images: its inputs.
         dtype: of the computation.
     """
-    model, images = prepared(model, images, dtype)
     units: list[int] = []
     before: list[Tensor] = []
     after: list[Tensor] = []
-    previous: Parts = ()
-
-    def visit(place: Place, unit: ReversibleSequence | None, parts: Parts) -> None:
-        nonlocal previous
-        if unit is not None and place.kind == "step" and has_energy(unit):
-            width = unit.scheme.fields_per_step
-            fields = list(unit.fields[(place.step - 1) * width : place.step * width])
-            units.append(place.unit)
-            before.append(energy(unit, fields, previous).mean())
-            after.append(energy(unit, fields, parts).mean())
-        previous = parts
-
-    with torch.no_grad():
-        walk(model, images, visit)
-    if not units:
-        return None
-    return Energy(units, torch.stack(before).double(), torch.stack(after).double())
+    for number, (unit, states) in enumerate(unit_states(*prepared(model, images, dtype))):
+        if has_energy(unit):
+            for fields, old, new in zip(steps_of(unit), states, states[1:], strict=False):
+                units.append(number)
+                before.append(energy(unit, fields, old).mean().double())
+                after.append(energy(unit, fields, new).mean().double())
+    return Energy(units, torch.stack(before), torch.stack(after)) if units else None

@@ -7,14 +7,16 @@ frame of its own. Where eigenvalues speak for frozen weights only, these count w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
 
 from revode.engine import ReversibleSequence
-from revode.stability.tangents import dual_level, split_tangent, with_tangent
+from revode.stability.spectra import load_forward_mode
 from revode.stability.walk import Parts, Place, flatten_state, prepared, unflatten_state, walk
 
 
@@ -42,8 +44,7 @@ class Lyapunov:
     @property
     def unit_log_growth(self) -> Tensor:
         """Growth inside the reversible units only, without stem, transitions and head, shape (k,)."""
-        inside = torch.tensor([place.kind in ("step", "leave") for place in self.places])
-        return self.log_growth[inside].sum(0)
+        return self.log_growth[[place.inside for place in self.places]].sum(0)
 
     @property
     def exponents(self) -> Tensor:
@@ -57,24 +58,10 @@ class Lyapunov:
 
 
 def orthonormalize(frame: Tensor) -> tuple[Tensor, Tensor]:
-    """Q and log diag R of the QR factorisation of each sample's frame, by Gram-Schmidt done twice.
-
-    Args:
-        frame: shape (k, batch, n).
-
-    Returns:
-        The orthonormal frame, and the logarithms, shape (k, batch).
-    """
-    basis: list[Tensor] = []
-    logs = []
-    for v in frame:
-        for _ in range(2):
-            for q in basis:
-                v = v - (q * v).sum(1, keepdim=True) * q
-        norm = torch.linalg.vector_norm(v, dim=1)
-        logs.append(norm.log())
-        basis.append(v / norm.clamp_min(torch.finfo(norm.dtype).tiny)[:, None])
-    return torch.stack(basis), torch.stack(logs)
+    """Q and log |diag R| of the QR factorisation of each sample's frame, shapes (k, batch, n) and (k, batch)."""
+    q, r = torch.linalg.qr(frame.permute(1, 2, 0))
+    diagonal = r.diagonal(dim1=1, dim2=2)
+    return (q * diagonal.sign()[:, None]).permute(2, 0, 1), diagonal.abs().log().t()
 
 
 def random_frame(x: Tensor, k: int, seed: int) -> Tensor:
@@ -106,45 +93,27 @@ def lyapunov_of_maps(
         burn_in: maps at the start that turn the frame into its final directions and are not counted.
         seed: of the first frame.
     """
-    frame = random_frame(x, k, seed)
     places, logs = [], []
-    for depth, function in enumerate(maps, start=1):
-        with torch.no_grad():
-            x, frame = _push_forward(function, x, frame)
-            frame, log = orthonormalize(frame)
-        if depth > burn_in:
-            counted = depth - burn_in
-            places.append(Place(0, counted, counted, counted * dt, "step"))
-            logs.append(log)
+    with _tangents():
+        x = _with_frame(x, k, seed)
+        for counted, function in enumerate(maps, start=1 - burn_in):
+            (x,), log = _renewed(None, (function(x),), k)
+            if counted > 0:
+                places.append(Place(0, counted, counted, counted * dt, "step"))
+                logs.append(log)
     if not logs:
         raise ValueError(f"burn_in={burn_in} leaves no map to measure")
-    return _collect(places, logs)
-
-
-def _push_forward(function: Callable[[Tensor], Tensor], x: Tensor, frame: Tensor) -> tuple[Tensor, Tensor]:
-    """f(x) and the frame's image under the Jacobian of f."""
-    k = len(frame)
-    copies = x.repeat(k, *[1] * (x.dim() - 1))
-    with dual_level():
-        y, tangents = split_tangent(function(with_tangent(copies, frame.reshape(copies.shape))))
-    return y[: len(x)], tangents.reshape(k, len(x), -1)
-
-
-def _collect(places: list[Place], logs: list[Tensor]) -> Lyapunov:
-    growth = torch.stack(logs).double()
-    return Lyapunov(places, growth.mean(2), growth.sum(0).t(), places[-1].time)
-
-
-def joined(parts: list[Lyapunov]) -> Lyapunov:
-    """The same network measured on several batches, as one."""
-    sizes = torch.tensor([len(part.totals) for part in parts], dtype=torch.float64)
-    weights = (sizes / sizes.sum())[:, None, None]
-    mean = (torch.stack([part.log_growth for part in parts]) * weights).sum(0)
-    return Lyapunov(parts[0].places, mean, torch.cat([part.totals for part in parts]), parts[0].time)
+    return _collected(places, torch.stack(logs))
 
 
 def lyapunov_exponents(
-    model: nn.Module, images: Tensor, *, k: int = 3, dtype: torch.dtype = torch.float64, seed: int = 0
+    model: nn.Module,
+    images: Tensor,
+    *,
+    k: int = 3,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+    chunk: int | None = None,
 ) -> Lyapunov:
     """The leading k exponents of a whole network on real inputs, per depth and in total.
 
@@ -156,28 +125,57 @@ def lyapunov_exponents(
         k: how many exponents.
         dtype: of the computation; float32 is about three times faster and enough for three digits.
         seed: of the frames.
+        chunk: images at a time; all unless given.
     """
     model, images = prepared(model, images, dtype)
-    frame = random_frame(images, k, seed)
-    copies = images.repeat(k, *[1] * (images.dim() - 1))
     places: list[Place] = []
     logs: list[Tensor] = []
 
     def visit(place: Place, unit: ReversibleSequence | None, parts: Parts) -> Parts | None:
-        primal, tangent = zip(*(split_tangent(part) for part in parts), strict=True)
-        vectors = flatten_state(unit, tangent)
-        n = vectors.shape[1]
-        if n < k:  # fewer logits than tangents: nothing to orthonormalise
+        if sum(part[0].numel() for part in parts) < k:  # fewer logits than tangents: nothing to orthonormalise
             return None
-        frame, log = orthonormalize(vectors.reshape(k, -1, n))
+        parts, log = _renewed(unit, parts, k)
         places.append(place)
         logs.append(log)
-        renewed = unflatten_state(unit, frame.reshape(-1, n), primal)
-        return tuple(with_tangent(part, new) for part, new in zip(primal, renewed, strict=True))
+        return parts
 
-    with dual_level():
-        walk(model, with_tangent(copies, frame.reshape(copies.shape)), visit)
-    return _collect(places, logs)
+    growth = []
+    chunk = chunk or len(images)
+    for start in range(0, len(images), chunk):
+        places, logs = [], []
+        with _tangents():
+            walk(model, _with_frame(images[start : start + chunk], k, seed + start), visit)
+        growth.append(torch.stack(logs))
+    return _collected(places, torch.cat(growth, 2))
+
+
+@contextlib.contextmanager
+def _tangents() -> Iterator[None]:
+    """Inside, tensors can carry tangents; nothing is recorded for backward."""
+    load_forward_mode()
+    with torch.no_grad(), forward_ad.dual_level():
+        yield
+
+
+def _with_frame(x: Tensor, k: int, seed: int) -> Tensor:
+    """k copies of x, each with one vector of a random frame as its tangent."""
+    copies = x.repeat(k, *[1] * (x.dim() - 1))
+    return forward_ad.make_dual(copies, random_frame(x, k, seed).reshape(copies.shape))
+
+
+def _renewed(unit: ReversibleSequence | None, parts: Parts, k: int) -> tuple[Parts, Tensor]:
+    """The state with its frame orthonormalised, and the logarithms of R's diagonal, shape (k, batch)."""
+    values, tangents = zip(*map(forward_ad.unpack_dual, parts), strict=True)
+    tangents = tuple(torch.zeros_like(v) if t is None else t for v, t in zip(values, tangents, strict=True))
+    frame, log = orthonormalize(flatten_state(unit, tangents).unflatten(0, (k, -1)))
+    renewed = unflatten_state(unit, frame.flatten(0, 1), values)
+    return tuple(map(forward_ad.make_dual, values, renewed)), log
+
+
+def _collected(places: list[Place], logs: Tensor) -> Lyapunov:
+    """Of the logarithms of all places, shape (places, k, images)."""
+    logs = logs.double()
+    return Lyapunov(places, logs.mean(2), logs.sum(0).t(), places[-1].time)
 
 
 def finite_size_growth(
@@ -197,19 +195,14 @@ def finite_size_growth(
     model, images = prepared(model, images, dtype)
     scale = size * torch.linalg.vector_norm(images.flatten(1), dim=1)
     step = random_frame(images, 1, seed)[0] * scale[:, None]
-    both = torch.cat((images, images + step.reshape(images.shape)))
     places: list[Place] = []
-    logs: list[Tensor] = []
-    previous = scale.log()
+    distances = [scale.log()]
 
     def visit(place: Place, unit: ReversibleSequence | None, parts: Parts) -> None:
-        nonlocal previous
         plain, moved = flatten_state(unit, parts).chunk(2)
-        distance = torch.linalg.vector_norm(moved - plain, dim=1).log()
         places.append(place)
-        logs.append((distance - previous)[None])
-        previous = distance
+        distances.append(torch.linalg.vector_norm(moved - plain, dim=1).log())
 
     with torch.no_grad():
-        walk(model, both, visit)
-    return _collect(places, logs)
+        walk(model, torch.cat((images, images + step.reshape(images.shape))), visit)
+    return _collected(places, torch.stack(distances).diff(dim=0)[:, None])

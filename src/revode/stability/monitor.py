@@ -13,7 +13,7 @@ from revode.stability.lyapunov import lyapunov_exponents
 from revode.stability.propagation import signal_propagation
 from revode.stability.reversibility import unit_reconstruction_errors
 from revode.stability.spectra import unit_spectra
-from revode.stability.walk import reversible_units
+from revode.stability.walk import reversible_units, unwrapped
 
 
 def _step_usage(model: nn.Module, images: Tensor) -> float | None:
@@ -66,7 +66,7 @@ class StabilityMonitor:
         """The quantities after `step`, by name; nothing between measurements, nor once the weights are NaN."""
         if step % self.every:
             return {}
-        model = _unwrapped(model)
+        model = unwrapped(model)
         reversible_units(model)
         if any(not bool(torch.isfinite(p).all()) for p in model.parameters()):
             return {}
@@ -88,9 +88,3 @@ def random_images(model: nn.Module, num_images: int, seed: int = 0) -> Tensor:
         raise ValueError(f"{type(model).__name__} does not say the size of its input: give the monitor images")
     shape = (num_images, config.in_channels, config.image_size, config.image_size)
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def _unwrapped(model: nn.Module) -> nn.Module:
-    """The network inside torch.compile's or DistributedDataParallel's wrapper."""
-    model = getattr(model, "_orig_mod", model)
-    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from revode.engine import ReversibleSequence
-from revode.stability.walk import Parts, Place, flatten_state, prepared, walk
+from revode.stability.walk import Parts, Place, flatten_state, pair_scale, prepared, walk
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,7 @@ class Propagation:
         return float((-self._inside(self.gradient.log())).exp())
 
     def _inside(self, logs: Tensor) -> Tensor:
-        steps = [i for i, place in enumerate(self.places) if place.kind in ("step", "leave")]
-        return (logs[steps] - logs[[i - 1 for i in steps]]).sum()
+        return logs.diff()[[place.inside for place in self.places[1:]]].sum()
 
 
 def signal_propagation(
@@ -62,17 +61,17 @@ def signal_propagation(
     """
     model, images = prepared(model, images, dtype)
     places: list[Place] = []
-    signals, gradients = [], []
+    norms = []
     for start in range(0, len(images), chunk):
         part = None if labels is None else labels[start : start + chunk]
-        places, signal, gradient = _norms(model, images[start : start + chunk], part)
-        signals.append(signal.double().log())
-        gradients.append(gradient.double().log())
-    return Propagation(places, torch.cat(signals, 1).mean(1).exp(), torch.cat(gradients, 1).mean(1).exp())
+        places, found = _norms(model, images[start : start + chunk], part)
+        norms.append(found)
+    signal, gradient = torch.cat(norms, 2).double().log().mean(2).exp().unbind(1)
+    return Propagation(places, signal, gradient)
 
 
-def _norms(model: nn.Module, images: Tensor, labels: Tensor | None) -> tuple[list[Place], Tensor, Tensor]:
-    """Norms of states and co-states, shape (places, images)."""
+def _norms(model: nn.Module, images: Tensor, labels: Tensor | None) -> tuple[list[Place], Tensor]:
+    """Norms of states and co-states, shape (places, 2, images)."""
     seen: list[tuple[Place, ReversibleSequence | None, Parts]] = []
 
     def visit(place: Place, unit: ReversibleSequence | None, parts: Parts) -> Parts:
@@ -81,21 +80,16 @@ def _norms(model: nn.Module, images: Tensor, labels: Tensor | None) -> tuple[lis
         return aliases
 
     with torch.enable_grad():
-        output = walk(model, images.detach().clone().requires_grad_(), visit)
-        loss = _loss(output, labels)
+        loss = _loss(walk(model, images.detach().clone().requires_grad_(), visit), labels)
         leaves = [part for _, _, parts in seen for part in parts]
-        grads = iter(torch.autograd.grad(loss, leaves, allow_unused=True))
-    signal, gradient = [], []
+        gradients = iter(torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True))
+    norms = []
     for _, unit, parts in seen:
-        found = tuple(next(grads) for _ in parts)
-        costate = tuple(torch.zeros_like(p) if g is None else g for p, g in zip(parts, found, strict=True))
-        with torch.no_grad():
-            signal.append(torch.linalg.vector_norm(flatten_state(unit, parts), dim=1))
-            vector = flatten_state(unit, costate)
-            # the co-state lives in the dual coordinates: where states are scaled by √½, gradients are by √2
-            scale = 2.0 if unit is not None and len(parts) == 2 and not unit.scheme.splits else 1.0
-            gradient.append(scale * torch.linalg.vector_norm(vector, dim=1))
-    return [place for place, _, _ in seen], torch.stack(signal), torch.stack(gradient)
+        # The co-state lives in the dual coordinates: where states are scaled by √½, gradients are by √2.
+        costate = flatten_state(unit, tuple(next(gradients) for _ in parts)) / pair_scale(unit, parts) ** 2
+        both = torch.stack((flatten_state(unit, parts).detach(), costate))
+        norms.append(torch.linalg.vector_norm(both, dim=2))
+    return [place for place, _, _ in seen], torch.stack(norms)
 
 
 def _loss(output: Tensor, labels: Tensor | None) -> Tensor:

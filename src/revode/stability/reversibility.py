@@ -8,18 +8,19 @@ inverse, and a mode that shrinks forward grows backward. `drift` measures it on 
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from revode.engine import ReversibleSequence
 from revode.schemes import AdditiveCoupling, State
-from revode.stability.dynamics import amplification
-from revode.stability.walk import detached_copy, members, prepared, unit_input, unit_states
+from revode.stability.dynamics import amplification, step_map
+from revode.stability.walk import members, prepared, unit_input, unit_states
 
 
 @dataclass(frozen=True)
@@ -44,14 +45,9 @@ class Drift:
 
 
 def resized(
-    sequence: ReversibleSequence,
-    *,
-    depth: int | None = None,
-    h: float | None = None,
-    dtype: torch.dtype | None = None,
-    exact: bool | int = False,
+    sequence: ReversibleSequence, *, depth: int | None = None, h: float | None = None, dtype: torch.dtype | None = None
 ) -> ReversibleSequence:
-    """A copy of the first `depth` steps of a sequence, with another step size, dtype or grid; reversible."""
+    """A copy of the first `depth` steps of a sequence, with another step size or dtype; reversible, without a grid."""
     scheme = copy.copy(sequence.scheme)
     if h is not None:
         if not h > 0.0:
@@ -62,9 +58,9 @@ def resized(
     depth = available if depth is None else depth
     if not 1 <= depth <= available:
         raise ValueError(f"depth must lie between 1 and the {available} steps of the sequence, got {depth!r}")
-    fields = [detached_copy(field).requires_grad_(True) for field in sequence.fields[: depth * width]]
-    options: dict[str, Any] = {"exact": exact, "split_dim": sequence.split_dim}
-    clone = ReversibleSequence(fields, scheme, **options, verify=False)  # what is measured here may be as bad as it is
+    fields = [copy.deepcopy(field).requires_grad_(True) for field in sequence.fields[: depth * width]]
+    # Without verify: what is measured here may be as bad as it is.
+    clone = ReversibleSequence(fields, scheme, split_dim=sequence.split_dim, verify=False)
     clone.train(sequence.training)
     return clone if dtype is None else clone.to(dtype)
 
@@ -100,23 +96,22 @@ def reconstruction_profile(sequence: ReversibleSequence, x: Tensor) -> list[floa
     return errors[:: sequence.scheme.fields_per_step]
 
 
-def gradients(sequence: ReversibleSequence, x: Tensor, weight: Tensor) -> list[Tensor]:
+def _gradients(sequence: ReversibleSequence, x: Tensor, weight: Tensor) -> list[Tensor]:
     """Gradients of <weight, y> by the input and all parameters."""
     x = x.detach().clone().requires_grad_()
     leaves = [x, *sequence.parameters()]
     with torch.enable_grad():
-        y = sequence(x)
-        found = torch.autograd.grad((y * weight).sum(), leaves, allow_unused=True)
-    return [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, found, strict=True)]
+        loss = (sequence(x) * weight).sum()
+        return list(torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True))
 
 
 def gradient_error(sequence: ReversibleSequence, x: Tensor, *, seed: int = 0) -> float:
     """The relative difference of a sequence's gradients to those of the same forward under ``store``."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x)
-    own = resized(sequence, exact=sequence.exact).with_strategy(anchor_every=sequence.anchor_every)
+    own = resized(sequence).with_strategy(exact=sequence.exact, anchor_every=sequence.anchor_every)
     stored = own.with_strategy(backprop="store", anchor_every=None)
-    return relative_error(gradients(own, x, weight), gradients(stored, x, weight))
+    return relative_error(_gradients(own, x, weight), _gradients(stored, x, weight))
 
 
 def drift(
@@ -142,38 +137,19 @@ def drift(
     """
     depths = depths or [len(sequence.fields) // sequence.scheme.fields_per_step]
     rows = []
-    for depth in depths:
-        for h in steps or [sequence.scheme.h]:
-            for dtype in dtypes:
-                for on_grid in exact:
-                    try:
-                        row = _measure(sequence, x, depth, h, dtype, on_grid)
-                    except ValueError:
-                        if not on_grid:
-                            raise
-                        continue
-                    rows.append(row)
+    for depth, h, dtype, on_grid in itertools.product(depths, steps or [sequence.scheme.h], dtypes, exact):
+        clone, own = resized(sequence, depth=depth, h=h, dtype=dtype), x.to(dtype)
+        try:
+            clone = clone.with_strategy(exact=on_grid)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="states in .*float16 are rebuilt")  # which is what we measure
+                errors = reconstruction_error(clone, own), gradient_error(clone, own)
+        except ValueError:
+            if not on_grid:
+                raise
+            continue
+        rows.append(Drift(depth, str(dtype).removeprefix("torch."), h, on_grid, *errors))
     return rows
-
-
-def _measure(sequence: ReversibleSequence, x: Tensor, depth: int, h: float, dtype: torch.dtype, on_grid: bool) -> Drift:
-    clone = resized(sequence, depth=depth, h=h, dtype=dtype, exact=on_grid)
-    x = x.to(dtype)
-    name = str(dtype).removeprefix("torch.")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="states in .*float16 are rebuilt")  # which is what we measure
-        return Drift(depth, name, h, on_grid, reconstruction_error(clone, x), gradient_error(clone, x))
-
-
-class _Scale(nn.Module):
-    """q times a fixed number for each sample."""
-
-    def __init__(self, factor: Tensor) -> None:
-        super().__init__()
-        self.factor = factor
-
-    def forward(self, q: Tensor) -> Tensor:
-        return self.factor * q
 
 
 @dataclass(frozen=True)
@@ -210,23 +186,13 @@ def linear_revnet(alpha: Tensor, beta: Tensor, *, num_steps: int = 20000) -> Lin
     alpha, beta = alpha.double(), beta.double()
     grid_alpha, grid_beta = torch.meshgrid(alpha, beta, indexing="ij")
     predicted = amplification(AdditiveCoupling(), grid_beta, grid_alpha).abs().amax(-1)
-    return LinearRevNet(alpha, beta, predicted, _simulate(grid_beta, grid_alpha, num_steps))
-
-
-def _simulate(beta: Tensor, alpha: Tensor, num_steps: int) -> Tensor:
-    """exp of the mean logarithmic growth over the second half of the steps, the state rescaled as it goes."""
-    scheme, fields = AdditiveCoupling(), (_Scale(beta), _Scale(alpha))
-    state = (torch.full_like(beta, 0.6), torch.full_like(beta, 0.8))
-    logs = torch.zeros_like(beta)
-    half = num_steps // 2
-    with torch.no_grad():
-        for step in range(num_steps):
-            for index, field in enumerate(fields):
-                state = scheme.step(state, field, index)
-            if step % 8 == 7 or step in (half - 1, num_steps - 1):
-                norm = torch.hypot(*state)
-                state = (state[0] / norm, state[1] / norm)
-                logs = logs + norm.log()
-            if step == half - 1:
-                logs = torch.zeros_like(logs)
-    return (logs / (num_steps - half)).exp()
+    step = step_map(AdditiveCoupling(), (lambda z: grid_beta * z, lambda y: grid_alpha * y))
+    state = torch.full_like(predicted, 0.6), torch.full_like(predicted, 0.8)
+    logs, half = torch.zeros_like(predicted), num_steps // 2
+    for index in range(num_steps):
+        y, z = step(state)
+        norm = torch.hypot(y, z)
+        state = y / norm, z / norm
+        if index >= half:  # the first half turns the state into the direction that grows
+            logs += norm.log()
+    return LinearRevNet(alpha, beta, predicted, (logs / (num_steps - half)).exp())

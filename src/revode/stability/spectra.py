@@ -11,6 +11,7 @@ stay on the axis to round-off even where σ' = 0 makes the zero eigenvalue of J 
 
 from __future__ import annotations
 
+import copy
 import functools
 import warnings
 from collections.abc import Callable, Sequence
@@ -18,18 +19,30 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from revode.fields import AntisymmetricField, Bias, SymmetricField
-from revode.operators import LinearOperator
 from revode.stability.dynamics import ode_state, right_hand_side
-from revode.stability.tangents import load_forward_mode, slope
-from revode.stability.walk import Parts, detached_copy, prepared, unit_states
+from revode.stability.walk import Parts, prepared, steps_of, unit_states
 
 DENSE_LIMIT = 1200
 """Largest dimension for which `spectrum` computes every eigenvalue (a second or two); above, the leading ones only."""
-_CHUNK = 64
+
+
+@functools.cache
+def load_forward_mode() -> None:
+    """Let torch load its forward-mode decompositions, which it does on first use, without its deprecation warnings."""
+    with warnings.catch_warnings(), forward_ad.dual_level():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        forward_ad.make_dual(torch.zeros(1), torch.zeros(1))
+
+
+def slope(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """The derivative of an elementwise function at x."""
+    load_forward_mode()
+    return torch.func.jvp(function, (x,), (torch.ones_like(x),))[1]
 
 
 class Jacobian:
@@ -42,12 +55,9 @@ class Jacobian:
 
     def __init__(self, function: Callable[[Any], Any], state: Tensor | Sequence[Tensor]) -> None:
         load_forward_mode()
-        if isinstance(function, nn.Module):
-            function = frozen(function)
         self.pair = not isinstance(state, Tensor)
-        parts = (state,) if isinstance(state, Tensor) else tuple(state)
-        self.parts = tuple(part.detach() for part in parts)
-        self.function = function
+        self.parts = tuple(part.detach() for part in ((state,) if isinstance(state, Tensor) else state))
+        self.function = frozen(function) if isinstance(function, nn.Module) else function
         self.x = torch.cat([part.flatten() for part in self.parts])
         with torch.no_grad():
             self.value = self._flat(self.x)
@@ -88,23 +98,15 @@ class Jacobian:
 
         identity = torch.eye(self.shape[1], dtype=self.x.dtype, device=self.x.device)
         with torch.no_grad():
-            return torch.cat([torch.func.vmap(column)(block) for block in identity.split(_CHUNK)]).t()
-
-    def require_square(self) -> None:
-        """Refuse a map that has no eigenvalues."""
-        if self.shape[0] != self.shape[1]:
-            raise ValueError(
-                f"the field maps {self.shape[1]} numbers to {self.shape[0]}: eigenvalues need a square Jacobian"
-            )
+            return torch.func.vmap(column, chunk_size=64)(identity).t()
 
 
 def frozen(module: nn.Module) -> nn.Module:
     """A copy without gradients whose batch norms in training mode use batch statistics and record none."""
-    module = detached_copy(module)
+    module = copy.deepcopy(module).requires_grad_(False)
     for part in module.modules():
         if isinstance(part, _BatchNorm) and part.training:
-            part.running_mean = part.running_var = None
-            part.num_batches_tracked = None
+            part.running_mean = part.running_var = part.num_batches_tracked = None
             part.track_running_stats = False
     return module
 
@@ -161,21 +163,19 @@ def spectrum(
         seed: of Arnoldi's starting vector.
     """
     jacobian = Jacobian(function, state)
-    jacobian.require_square()
-    size = jacobian.shape[0]
+    size, inputs = jacobian.shape
+    if size != inputs:
+        raise ValueError(f"the field maps {inputs} numbers to {size}: eigenvalues need a square Jacobian")
     if k is None and size <= dense_limit:
-        return Spectrum(_sorted(torch.linalg.eigvals(jacobian.dense())), size, "dense")
-    k = 20 if k is None else k
-    if not 1 <= k < size - 1:
-        raise ValueError(f"k must lie between 1 and {size - 2} for a state of {size} numbers, got {k!r}")
-    largest = _arnoldi(jacobian, k, "LM", seed, restarts=60)
-    rightmost = _arnoldi(jacobian, min(k, 4), "LR", seed, restarts=10)
-    found = torch.cat([largest, rightmost])
-    return Spectrum(_sorted(found), size, "matrix-free")
-
-
-def _sorted(eigenvalues: Tensor) -> Tensor:
-    return eigenvalues[torch.argsort(eigenvalues.abs(), descending=True)]
+        values, method = torch.linalg.eigvals(jacobian.dense()), "dense"
+    else:
+        k = 20 if k is None else k
+        if not 1 <= k < size - 1:
+            raise ValueError(f"k must lie between 1 and {size - 2} for a state of {size} numbers, got {k!r}")
+        largest = _arnoldi(jacobian, k, "LM", seed, restarts=60)
+        rightmost = _arnoldi(jacobian, min(k, 4), "LR", seed, restarts=10)
+        values, method = torch.cat([largest, rightmost]), "matrix-free"
+    return Spectrum(values[torch.argsort(values.abs(), descending=True)], size, method)
 
 
 def _arnoldi(jacobian: Jacobian, k: int, which: str, seed: int, restarts: int) -> Tensor:
@@ -205,12 +205,6 @@ def _arnoldi(jacobian: Jacobian, k: int, which: str, seed: int, restarts: int) -
     return torch.as_tensor(values).to(torch.complex128)
 
 
-def operator_matrix(operator: LinearOperator, x: Tensor) -> Tensor:
-    """K as a matrix on the flattened single sample `x` (batch size 1)."""
-    identity = torch.eye(x.numel(), dtype=x.dtype, device=x.device)
-    return operator(identity.reshape(x.numel(), *x.shape[1:])).detach().flatten(1).t()
-
-
 def similar_matrix(fields: Sequence[nn.Module], state: Tensor | Sequence[Tensor]) -> Tensor:
     """The antisymmetric matrix D^½ M D^½ that has the non-zero eigenvalues of the paper's Jacobians.
 
@@ -220,13 +214,13 @@ def similar_matrix(fields: Sequence[nn.Module], state: Tensor | Sequence[Tensor]
     """
     parts = (state,) if isinstance(state, Tensor) else tuple(state)
     if len(fields) == 2 and len(parts) == 2:
-        first, second = fields
-        y, z = parts
-        K1, d1 = _matrix_and_slope(first, z)
-        K2, d2 = _matrix_and_slope(second, y)
+        (K1, d1), (K2, d2) = _matrix_and_slope(fields[0], parts[1]), _matrix_and_slope(fields[1], parts[0])
         coupling = d1.sqrt()[:, None] * (K1 @ K2.t()) * d2.sqrt()
-        corner = torch.zeros(len(d1), len(d1)).to(coupling), torch.zeros(len(d2), len(d2)).to(coupling)
-        return torch.cat((torch.cat((corner[0], -coupling), 1), torch.cat((coupling.t(), corner[1]), 1)))
+        n, size = len(d1), len(d1) + len(d2)
+        matrix = coupling.new_zeros(size, size)
+        matrix[:n, n:] = -coupling
+        matrix[n:, :n] = coupling.t()
+        return matrix
     if len(fields) == 1 and isinstance(fields[0], AntisymmetricField):
         A, d = _matrix_and_slope(fields[0], parts[0])
         return d.sqrt()[:, None] * A * d.sqrt()
@@ -242,7 +236,7 @@ def _matrix_and_slope(field: nn.Module, y: Tensor) -> tuple[Tensor, Tensor]:
     lead = field.lead if isinstance(field, SymmetricField) else None
     with torch.no_grad():
         before = field.norm(field.operator(y if lead is None else lead(y)))
-        return operator_matrix(field.operator, y), slope(field.activation, before).flatten()
+        return Jacobian(field.operator, y).dense(), slope(field.activation, before).flatten()
 
 
 def unit_spectra(
@@ -265,13 +259,11 @@ def unit_spectra(
     copied, images = prepared(model, images)
     found = {}
     for number, (unit, states) in enumerate(unit_states(copied, images[:1])):
-        width = unit.scheme.fields_per_step
-        num_steps = len(unit.fields) // width
-        index = min(int(step * num_steps), num_steps - 1)
+        steps = steps_of(unit)
+        index = min(int(step * len(steps)), len(steps) - 1)
         pair = _patch(states[index], max_size)
         pair = (pair[0], pair[0]) if len(pair) == 1 else pair
-        fields = list(unit.fields[index * width : (index + 1) * width])
-        rhs = right_hand_side(unit.scheme, fields)
+        rhs = right_hand_side(unit.scheme, steps[index])
         # Wide units exceed the size on the smallest patch; only a dense spectrum has all eigenvalues.
         limit = max(2 * max_size, 2 * pair[0].numel())
         found[number, index] = spectrum(rhs, ode_state(unit.scheme, pair), dense_limit=limit).eigenvalues  # type: ignore[arg-type]

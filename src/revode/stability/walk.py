@@ -1,6 +1,6 @@
 """Walking through a network block by block, on a copy, with a visitor at every depth.
 
-Everything that looks inside a network here does so through `analysis_copy` and `walk`: the user's model keeps its mode,
+Everything that looks inside a network here does so through `prepared` and `walk`: the user's model keeps its mode,
 gradients, buffers and strategy, and the global random stream does not move.
 """
 
@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -42,9 +41,20 @@ class Place:
     time: float
     kind: str
 
+    @property
+    def inside(self) -> bool:
+        """Whether a unit led here from the place before, and not stem, transition or head."""
+        return self.kind in ("step", "leave")
+
 
 Visitor = Callable[[Place, ReversibleSequence | None, Parts], Parts | None]
 """Called with the place, its unit and the state; may return a state of the same shape to go on with."""
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The network inside torch.compile's or DistributedDataParallel's wrapper."""
+    model = getattr(model, "_orig_mod", model)
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
 def reversible_units(model: nn.Module) -> list[ReversibleSequence]:
@@ -56,11 +66,10 @@ def reversible_units(model: nn.Module) -> list[ReversibleSequence]:
     return units
 
 
-def check_finite(model: nn.Module) -> None:
-    """Refuse weights that are NaN or infinite."""
-    for name, tensor in model.state_dict().items():
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise ValueError(f"the weights of {type(model).__name__} hold NaN or infinity, first in {name!r}")
+def steps_of(unit: ReversibleSequence) -> list[list[nn.Module]]:
+    """The branches of each step of a unit."""
+    width = unit.scheme.fields_per_step
+    return [list(unit.fields[start : start + width]) for start in range(0, len(unit.fields), width)]
 
 
 def analysis_copy(model: nn.Module, dtype: torch.dtype | None = torch.float64) -> nn.Module:
@@ -70,26 +79,20 @@ def analysis_copy(model: nn.Module, dtype: torch.dtype | None = torch.float64) -
         model: any module with reversible units (or one such unit); stays as it is.
         dtype: floating-point type of the copy; None keeps the model's.
     """
-    model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+    model = unwrapped(model)
     reversible_units(model)
-    check_finite(model)
-    clone = detached_copy(model)
-    if isinstance(clone, ReversibleSequence):
-        clone = _stored(clone)
-    for module in list(clone.modules()):
-        for name, child in module.named_children():
-            if isinstance(child, ReversibleSequence):
-                setattr(module, name, _stored(child))
+    for name, tensor in model.state_dict().items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise ValueError(f"the weights of {type(model).__name__} hold NaN or infinity, first in {name!r}")
+    clone = copy.deepcopy(model).requires_grad_(False)
+    for name, unit in list(clone.named_modules(remove_duplicate=False)):
+        if isinstance(unit, ReversibleSequence):
+            stored = unit.with_strategy(backprop="store", exact=False, anchor_every=None)
+            if name:
+                clone.set_submodule(name, stored)
+            else:
+                clone = stored
     return clone.eval() if dtype is None else clone.eval().to(dtype)
-
-
-def _stored(unit: ReversibleSequence) -> ReversibleSequence:
-    return unit.with_strategy(backprop="store", exact=False, anchor_every=None)
-
-
-def detached_copy(module: nn.Module) -> nn.Module:
-    """A deep copy whose parameters need no gradient."""
-    return copy.deepcopy(module).requires_grad_(False)
 
 
 @torch.no_grad()
@@ -98,17 +101,18 @@ def calibrate_batch_norm(model: nn.Module, images: Tensor) -> int:
 
     Untrained running statistics (mean 0, variance 1) normalise nothing, and the network would not be the one that trains.
     """
-    fresh = [m for m in model.modules() if isinstance(m, _BatchNorm) and _has_seen_nothing(m)]
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    fresh = [norm for norm in norms if norm.num_batches_tracked is not None and not int(norm.num_batches_tracked)]
     if not fresh:
         return 0
-    momenta = [module.momentum for module in fresh]
-    for module in fresh:
-        module.train()
-        module.momentum = 1.0
+    momenta = [norm.momentum for norm in fresh]
+    for norm in fresh:
+        norm.train()
+        norm.momentum = 1.0
     model(images)
-    for module, momentum in zip(fresh, momenta, strict=True):
-        module.eval()
-        module.momentum = momentum
+    for norm, momentum in zip(fresh, momenta, strict=True):
+        norm.eval()
+        norm.momentum = momentum
     return len(fresh)
 
 
@@ -120,65 +124,45 @@ def prepared(model: nn.Module, images: Tensor, dtype: torch.dtype | None = torch
     return copied, images
 
 
-def _has_seen_nothing(module: _BatchNorm) -> bool:
-    seen = module.num_batches_tracked
-    return module.running_mean is not None and seen is not None and int(seen) == 0
-
-
 def walk(model: nn.Module, x: Any, visit: Visitor) -> Any:
     """model(x), calling `visit` at every depth. `model` should be an `analysis_copy`; x may be a dual tensor."""
-    with _visited(reversible_units(model), visit) as tracker:
-        y = model(x)
-    if isinstance(y, Tensor):
-        visit(tracker.place("output"), None, (y,))
-    return y
+    units = reversible_units(model)
+    place = Place(-1, 0, 0, 0.0, "enter")
 
-
-class _Tracker:
-    """Counts units, steps and time during one walk."""
-
-    def __init__(self, visit: Visitor) -> None:
-        self.visit = visit
-        self.unit = -1
-        self.step = self.depth = 0
-        self.time = 0.0
-
-    def place(self, kind: str) -> Place:
-        return Place(self.unit, self.step, self.depth, self.time, kind)
-
-    def call(self, kind: str, unit: ReversibleSequence, state: OpenState) -> Any:
+    def visited(kind: str, unit: ReversibleSequence, state: OpenState) -> Any:
+        nonlocal place
+        place = replace(place, kind=kind)
         parts = members(state)
-        changed = self.visit(self.place(kind), unit, parts) or parts
+        changed = visit(place, unit, parts) or parts
         return changed if len(changed) == 2 else (None, *changed)
 
-    def run(self, sequence: ReversibleSequence, x: Tensor | State, *, return_state: bool = False, **kwargs: Any) -> Any:
-        """What ``sequence(x)`` computes, step by step."""
-        scheme = sequence.scheme
-        self.unit, self.step = self.unit + 1, 0
-        states: Any = sequence.states(x, **kwargs)
-        state = self.call("enter", sequence, next(states))
-        for index in range(len(sequence.fields)):
+    def run(unit: ReversibleSequence, x: Tensor | State, *, return_state: bool = False, **kwargs: Any) -> Any:
+        """What ``unit(x)`` computes, step by step."""
+        nonlocal place
+        scheme = unit.scheme
+        place = replace(place, unit=place.unit + 1, step=0)
+        states: Any = unit.states(x, **kwargs)
+        state = visited("enter", unit, next(states))
+        for index in range(1, len(unit.fields) + 1):
             state = states.send(state)
-            if (index + 1) % scheme.fields_per_step == 0:
-                self.step, self.depth, self.time = self.step + 1, self.depth + 1, self.time + scheme.h
-                state = self.call("step", sequence, state)
+            if index % scheme.fields_per_step == 0:
+                place = replace(place, step=place.step + 1, depth=place.depth + 1, time=place.time + scheme.h)
+                state = visited("step", unit, state)
         if return_state:  # the pair goes on, so the pair is what leaves
-            state = self.call("leave", sequence, state)
-            return scheme.readout(state, sequence.split_dim), state
-        return self.call("leave", sequence, (None, scheme.readout(state, sequence.split_dim)))[1]
+            state = visited("leave", unit, state)
+            return scheme.readout(state, unit.split_dim), state
+        return visited("leave", unit, (None, scheme.readout(state, unit.split_dim)))[1]
 
-
-@contextmanager
-def _visited(units: list[ReversibleSequence], visit: Visitor) -> Iterator[_Tracker]:
-    """Inside, calls of `units` are walked; outside, they are what they were."""
-    tracker = _Tracker(visit)
     for unit in units:
-        unit.__dict__["forward"] = functools.partial(tracker.run, unit)
+        unit.__dict__["forward"] = functools.partial(run, unit)
     try:
-        yield tracker
+        y = model(x)
     finally:
         for unit in units:
             del unit.__dict__["forward"]
+    if isinstance(y, Tensor):
+        visit(replace(place, kind="output"), None, (y,))
+    return y
 
 
 def unit_states(model: nn.Module, images: Tensor) -> list[tuple[ReversibleSequence, list[Parts]]]:
@@ -201,24 +185,23 @@ def members(state: OpenState) -> Parts:
     return (state[1],) if state[0] is None else (state[0], state[1])
 
 
-def flatten_state(unit: ReversibleSequence | None, parts: Parts) -> Tensor:
-    """The state as one vector a sample, shape (batch, n).
+def pair_scale(unit: ReversibleSequence | None, parts: Parts) -> float:
+    """√½ for two successive states of a one-tensor scheme, else 1.
 
-    Two successive states of a one-tensor scheme are scaled by √½ each, so that a state at rest has the norm of its tensor
-    and entering and leaving the pair neither adds nor takes.
+    With it a state at rest has the norm of its tensor, and entering and leaving the pair neither adds nor takes.
     """
-    vector = torch.cat([part.flatten(1) for part in parts], dim=1)
-    return vector * _pair_scale(unit, parts)
+    return 0.5**0.5 if len(parts) == 2 and unit is not None and not unit.scheme.splits else 1.0
+
+
+def flatten_state(unit: ReversibleSequence | None, parts: Parts) -> Tensor:
+    """The state as one vector a sample, shape (batch, n), times `pair_scale`."""
+    return torch.cat([part.flatten(1) for part in parts], dim=1) * pair_scale(unit, parts)
 
 
 def unflatten_state(unit: ReversibleSequence | None, vector: Tensor, like: Parts) -> Parts:
     """The inverse of `flatten_state`."""
-    pieces = (vector / _pair_scale(unit, like)).split([part[0].numel() for part in like], dim=1)
+    pieces = (vector / pair_scale(unit, like)).split([part[0].numel() for part in like], dim=1)
     return tuple(piece.reshape(part.shape) for piece, part in zip(pieces, like, strict=True))
-
-
-def _pair_scale(unit: ReversibleSequence | None, parts: Parts) -> float:
-    return 0.5**0.5 if len(parts) == 2 and unit is not None and not unit.scheme.splits else 1.0
 
 
 def unit_input(unit: ReversibleSequence, parts: Parts) -> Tensor:
