@@ -153,8 +153,10 @@ def lines(
     mark: bool = False,
     errors: Mapping[str, Sequence[float]] | None = None,
     points: Sequence[str] = (),
+    borders: Sequence[float] | None = None,
+    levels: Mapping[str, float] | None = None,
 ) -> None:
-    """Curves by name.
+    """Curves by name; a curve is broken where it is NaN.
 
     Args:
         axes: Where to draw.
@@ -165,13 +167,22 @@ def lines(
         log_y: Whether y is logarithmic.
         mark: Whether every point has a marker.
         errors: Name -> half the length of the bar at each point.
-        points: Names whose points are not joined.
+        points: Names whose points are marked and not joined.
+        borders: Where thin lines stand on an axis of whole numbers.
+        levels: Name -> height of a line across; the axis then starts at 0.
     """
     for index, (name, (x, y)) in enumerate(series.items()):
         style = look(index) | {"linestyle": "none" if name in points else "-" if index < len(COLOURS) else "--"}
-        style |= {"markersize": 4} if mark or len(x) < 3 else {"marker": None}
+        style |= {"markersize": 4} if mark or name in points or len(x) < 3 else {"marker": None}
         axes.errorbar(x, y, yerr=(errors or {}).get(name), capsize=3 if errors else 0, label=name, **style)
     axes.set(xlabel=xlabel, ylabel=ylabel)
+    for border in borders or ():
+        axes.axvline(border, color=INK, linewidth=0.8, linestyle=":", alpha=0.7)
+    if borders is not None:
+        axes.locator_params(axis="x", integer=True)
+    for name, height in (levels or {}).items():
+        axes.axhline(height, color=COLOURS[4], linewidth=1.2, label=name)
+        axes.set_ylim(bottom=0.0)
     if log_x:
         mark_values(axes, [value for x, _ in series.values() for value in x])
     if log_y:

@@ -18,8 +18,7 @@ from small_networks import FAMILIES, NAMED, images, small_network
 import revode
 from revode.cli import main
 from revode.stability import analyze
-from revode.stability.report import write_page
-from revode.stability.sentences import CALM, sentences, summary, verdict
+from revode.stability.report import CALM, sentences, summary, verdict, write_page
 
 
 @pytest.fixture(scope="module")

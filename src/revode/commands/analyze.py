@@ -53,8 +53,7 @@ def run(args: argparse.Namespace) -> int:
     require("analyze")
     from revode.networks.transformer import GPT, on_tokens
     from revode.stability.analysis import analyze
-    from revode.stability.report import write_page
-    from revode.stability.sentences import summary
+    from revode.stability.report import summary, write_page
     from revode.stability.walk import reversible_units
     from revode.training.terminal import passing
 

@@ -44,7 +44,6 @@ class StabilityAnalysis(Measurement):
     def measure(self, setup: Setup) -> dict[str, Any]:
         from revode import create_model, data
         from revode.stability import analyze
-        from revode.stability.figures import growth_over_depth
 
         dataset = data.load(self.dataset, setup.data_root)
         batch = dataset.split("test").take(torch.arange(self.num_images))
@@ -53,7 +52,7 @@ class StabilityAnalysis(Measurement):
             torch.manual_seed(self.seed)
             model = create_model(self.model, **size, **self.options)
         found = analyze(model, data.standardise(batch.images, dataset), batch.labels, seed=self.seed)
-        depths, growth = growth_over_depth(found.lyapunov)
+        depths, growth = found.lyapunov.over_depth()
         values = torch.cat(list(found.spectra.values()))
         wanted = (
             "layers", "perturbation_growth", "lyapunov_exponents", "step_usage", "max_real_part", "spectral_radius",
@@ -65,7 +64,7 @@ class StabilityAnalysis(Measurement):
             "family": model.config.family,
             "reconstruction_error": max(max(profile) for profile in found.profiles),
             "eigenvalues": [values.real.tolist(), values.imag.tolist()],
-            "growth_over_depth": [list(depths), growth[:, 0].tolist()],
+            "growth_over_depth": [depths, growth[:, 0].tolist()],
         }
 
 

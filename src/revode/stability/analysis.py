@@ -87,6 +87,16 @@ class Analysis:
         return max(float(values.real.max()) for values in self.spectra.values())
 
     @property
+    def radius(self) -> float:
+        """The largest modulus of all spectra."""
+        return max(float(values.abs().max()) for values in self.spectra.values())
+
+    @property
+    def reconstruction_error(self) -> float:
+        """The largest relative error of a state on the way back."""
+        return max(map(max, self.profiles))
+
+    @property
     def axis_distance(self) -> float:
         """The largest max |Re λ| / max |λ| of all spectra."""
         return max(float(v.real.abs().max() / v.abs().max().clamp_min(1e-300)) for v in self.spectra.values())
@@ -110,7 +120,7 @@ class Analysis:
                 "suggested_h": None if top is None else 0.9 * min(bound.sharp for bound in self.bounds),
                 "bounds": [dataclasses.asdict(bound) | {"usage": bound.usage} for bound in self.bounds],
                 "max_real_part": self.max_real,
-                "spectral_radius": max(float(values.abs().max()) for values in self.spectra.values()),
+                "spectral_radius": self.radius,
                 "axis_distance": self.axis_distance,
                 "signal_growth": self.propagation.signal_growth,
                 "gradient_growth": self.propagation.gradient_growth,

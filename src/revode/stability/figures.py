@@ -1,181 +1,171 @@
-"""The figures of a stability report, each a function from analyses to SVG: one network, or two to compare."""
+"""The figures of a stability report: what each shows of one network, as curves by name, and how they are drawn."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
-from revode.charts import COLOURS, INK, chart, eigenvalues, look, plain_numbers
+from revode import charts
 from revode.stability.analysis import Analysis
 from revode.stability.reversibility import LinearRevNet
 
-_LINES = ("-", "--")
+Curves = dict[str, charts.Points]
 
 
-def _name(analyses: Sequence[Analysis], analysis: Analysis, text: str) -> str:
-    """A legend entry: with the network's name where there are two."""
-    return f"{analysis.name}, {text}" if len(analyses) > 1 else text
+class Figure(NamedTuple):
+    """A figure of the page.
 
-
-def _finish(axes: Any, analyses: Sequence[Analysis], shift: float, ylabel: str, **settings: Any) -> None:
-    """What every figure over depth has: whole numbers of blocks, thin lines between units, a legend.
-
-    Args:
-        axes: Where it was drawn.
-        analyses: Whose units are marked: the first's.
-        shift: 0 where points are depths; 0.5 where they are blocks, so that lines lie between two of them.
-        ylabel: Beside the y axis.
-        settings: Of the axes besides.
+    Attributes:
+        curves: what it shows of one network; nothing where the network has no such thing.
+        draw: from the networks and all their curves to markup.
+        caption: what the reader should see in it.
     """
-    from matplotlib.ticker import MaxNLocator
 
-    for place in analyses[0].lyapunov.places:
-        if place.kind == "enter" and place.unit > 0:
-            axes.axvline(place.depth + shift, color=INK, linewidth=0.8, linestyle=":", alpha=0.7)
-    axes.set(xlabel="block" if shift else "depth, blocks", ylabel=ylabel, **settings)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    _legend(axes, outside=len(analyses) > 1)
+    curves: Callable[[Analysis], Curves]
+    draw: Callable[[Sequence[Analysis], Curves], str]
+    caption: str
 
-
-def _legend(axes: Any, outside: bool) -> None:
-    if outside:
-        axes.figure.set_figheight(max(4.1, axes.figure.get_figheight()))
-        axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)
-    else:
-        axes.legend(fontsize="small")
+    def markup(self, analyses: Sequence[Analysis]) -> str | None:
+        """The figure, with names of networks in its legend where there are two; None where there is nothing to show."""
+        series = {(a.name, label): points for a in analyses for label, points in self.curves(a).items()}
+        named = {", ".join(key) if len(analyses) > 1 else key[1]: points for key, points in series.items()}
+        return self.draw(analyses, named) if named else None
 
 
-def _scale(axes: Any) -> None:
-    """A logarithmic axis where values span more than a factor of four, a linear one below."""
-    values = np.concatenate([np.asarray(line.get_ydata(), dtype=float) for line in axes.lines])
-    positive = values[np.isfinite(values) & (values > 0)]
-    if len(positive) and positive.max() / positive.min() > 4.0:
-        axes.set_yscale("log")
-        plain_numbers(axes.yaxis, positive.tolist())
+def _over_depth(ylabel: str, **options: Any) -> Callable[[Sequence[Analysis], Curves], str]:
+    """Draws curves over blocks with thin lines between the first network's units; logarithmic from a factor of four on."""
+
+    def draw(analyses: Sequence[Analysis], series: Curves) -> str:
+        values = [value for _, y in series.values() for value in y if value > 0]
+        borders = [place.depth for place in analyses[0].lyapunov.places if place.kind == "enter" and place.unit > 0]
+        settings = {"log_y": bool(values) and max(values) > 4.0 * min(values), "borders": borders} | options
+        points = [name for name in series if name.endswith("finite size")]
+        return charts.lines(series, "depth, blocks", ylabel, points=points, **settings)
+
+    return draw
 
 
-def spectra(analyses: Sequence[Analysis]) -> str:
-    """Eigenvalues of the frozen ODE in the complex plane, one marker for each unit."""
-    return eigenvalues(
-        {
-            _name(analyses, analysis, f"unit {place[0] + 1}"): (values.real.tolist(), values.imag.tolist())
-            for analysis in analyses
-            for place, values in analysis.spectra.items()
-        }
-    )
+def _growth(analysis: Analysis) -> Curves:
+    depths, factors = analysis.lyapunov.over_depth()
+    found: Curves = {f"tangent {i}": (depths, column.tolist()) for i, column in enumerate(factors.t(), start=1)}
+    depths, factors = analysis.finite_size.over_depth()
+    some = slice(None, None, max(1, len(depths) // 20))
+    return found | {"finite size": (depths[some], factors[some, 0].tolist())}
 
 
-@chart()
-def growth(axes: Any, analyses: Sequence[Analysis]) -> None:
-    """By what factor perturbations have grown inside the units, over depth."""
-    for row, analysis in enumerate(analyses):
-        depths, tangent = growth_over_depth(analysis.lyapunov)
-        for i in range(tangent.shape[1] if len(analyses) == 1 else 1):
-            label = _name(analyses, analysis, "tangent" if i == 0 else f"tangent {i + 1}")
-            axes.plot(depths, tangent[:, i], color=COLOURS[(2 * row + i) % 6], linestyle=_LINES[row], label=label)
-        depths, finite = growth_over_depth(analysis.finite_size)
-        style = look(row) | {"color": INK, "markersize": 4, "markerfacecolor": "none", "linestyle": "none"}
-        label = _name(analyses, analysis, "finite size")
-        axes.plot(depths, finite[:, 0], markevery=max(1, len(depths) // 20), label=label, **style)
-    _scale(axes)
-    _finish(axes, analyses, 0.0, "growth, factor")
+def _norms(analysis: Analysis) -> Curves:
+    found = analysis.propagation
+    steps = [i for i, place in enumerate(found.places) if place.kind in ("enter", "step")]
+    units = [[i for i in steps if found.places[i].unit == unit] for unit in range(found.places[-1].unit + 1)]
+    depths = [[found.places[i].depth for i in own] for own in units]
+    values = {"signal": found.signal / found.signal[steps[0]], "gradient": found.gradient / found.gradient[steps[-1]]}
+    return {
+        name: _broken(zip(depths, (value[own].tolist() for own in units), strict=True))
+        for name, value in values.items()
+    }
 
 
-def growth_over_depth(found: Any) -> tuple[list[int], np.ndarray]:
-    """Depths, and the factor of growth inside the units up to there."""
-    inside = [i for i, place in enumerate(found.places) if place.kind in ("step", "leave")]
-    total = found.log_growth[inside].cumsum(0).exp().numpy()
-    keep = [j for j, i in enumerate(inside) if found.places[i].kind == "step"]
-    start = np.ones((1, total.shape[1]))
-    return [0] + [found.places[inside[j]].depth for j in keep], np.concatenate([start, total[keep]])
+def _broken(pieces: Iterable[charts.Points]) -> charts.Points:
+    """One curve of several pieces that are not joined."""
+    x: list[float] = []
+    y: list[float] = []
+    for more_x, more_y in pieces:
+        x += [*more_x, float("nan")]
+        y += [*more_y, float("nan")]
+    return x, y
 
 
-@chart()
-def step_usage(axes: Any, analyses: Sequence[Analysis]) -> None:
-    """The share of its bound that h uses in every block."""
-    for row, analysis in enumerate(analyses):
-        if not analysis.bounds:
-            continue
-        blocks = range(1, len(analysis.bounds) + 1)
-        label = analysis.name if len(analyses) > 1 else "h / bound"
-        usage = [100.0 * bound.usage for bound in analysis.bounds]
-        axes.plot(blocks, usage, markersize=4, linewidth=1.0, label=label, **look(row))
-        cheap = [100.0 * bound.h / bound.cheap for bound in analysis.bounds]
-        if len(analyses) == 1 and max(cheap) < 20 * max(usage):
-            axes.plot(blocks, cheap, color=COLOURS[1], linestyle="--", linewidth=1.2, label="h / cheap estimate")
-    axes.axhline(100.0, color=COLOURS[4], linewidth=1.2, label="unstable above")
-    _finish(axes, analyses, 0.5, "step size in use, % of its bound", ylim=(0, None))
+def _eigenvalues(analysis: Analysis) -> Curves:
+    return {f"unit {unit + 1}": (v.real.tolist(), v.imag.tolist()) for (unit, _), v in analysis.spectra.items()}
 
 
-@chart()
-def norms(axes: Any, analyses: Sequence[Analysis]) -> None:
-    """Norms of signal and gradient over depth, each relative to where it starts."""
-    for row, analysis in enumerate(analyses):
-        found = analysis.propagation
-        steps = [i for i, place in enumerate(found.places) if place.kind in ("enter", "step")]
-        signal, gradient = found.signal / found.signal[steps[0]], found.gradient / found.gradient[steps[-1]]
-        for column, (label, values) in enumerate((("signal", signal), ("gradient", gradient))):
-            style: dict[str, Any] = {"color": COLOURS[(column + 2 * row) % 6], "linestyle": _LINES[row]}
-            for unit in range(found.places[steps[-1]].unit + 1):
-                inside = [i for i in steps if found.places[i].unit == unit]
-                style["label"] = None if unit else _name(analyses, analysis, label)
-                axes.plot([found.places[i].depth for i in inside], values[inside].numpy(), **style)
-    _scale(axes)
-    _finish(axes, analyses, 0.0, "norm, relative to its start")
-
-
-@chart()
-def energy(axes: Any, analysis: Analysis) -> None:
-    """What stepping and what changing weights do to the Hamiltonian."""
+def _energy(analysis: Analysis) -> Curves:
     found = analysis.energy
-    assert found is not None
-    blocks = np.arange(1, len(found.before) + 1)
-    inside = [j for j in range(len(found.units) - 1) if found.units[j] == found.units[j + 1]]
-    style = {"markersize": 3.5, "linewidth": 1.0}
-    change, jump = 100.0 * found.step_change.abs().numpy(), 100.0 * found.jump.abs().numpy()
-    axes.plot(blocks, change, color=COLOURS[0], marker="o", label="one step of the integrator", **style)
-    axes.plot(
-        blocks[inside] + 0.5, jump, color=COLOURS[4], marker="^", label="change to the next block's weights", **style
-    )
-    _finish(axes, [analysis], 0.5, "change of H, %", yscale="log")
-    plain_numbers(axes.yaxis, [*change.tolist(), *jump.tolist()])
-    _legend(axes, outside=True)
+    if found is None:
+        return {}
+    blocks = range(1, len(found.units) + 1)
+    between = [block + 0.5 for block, a, b in zip(blocks, found.units, found.units[1:], strict=False) if a == b]
+    return {
+        "one step of the integrator": (blocks, (100.0 * found.step_change.abs()).tolist()),
+        "change to the next block's weights": (between, (100.0 * found.jump.abs()).tolist()),
+    }
 
 
-@chart()
-def reconstruction(axes: Any, analyses: Sequence[Analysis]) -> None:
-    """The relative error of the states on the way back, from the end of each unit."""
-    for row, analysis in enumerate(analyses):
-        style: dict[str, Any] = {"color": COLOURS[row], "linestyle": _LINES[row], "marker": ".", "markersize": 4}
-        start = 0
-        for unit, profile in enumerate(analysis.profiles):
-            style["label"] = None if unit else _name(analyses, analysis, "float32")
-            axes.plot(range(start, start + len(profile) - 1), profile[:-1], **style)
-            start += len(profile) - 1
-    _finish(axes, analyses, 0.0, "relative reconstruction error", yscale="log")
+def _step_usage(analysis: Analysis) -> Curves:
+    if not analysis.bounds:
+        return {}
+    blocks = range(1, len(analysis.bounds) + 1)
+    usage = [100.0 * bound.usage for bound in analysis.bounds]
+    cheap = [100.0 * bound.h / bound.cheap for bound in analysis.bounds]
+    shown: Curves = {"h / cheap estimate": (blocks, cheap)} if max(cheap) < 20 * max(usage) else {}
+    return {"h / bound": (blocks, usage)} | shown
 
 
-@chart()
-def sensitivity(axes: Any, analyses: Sequence[Analysis]) -> None:
-    """The answer of the class scores to noise and to an adversary."""
-    changes: list[float] = []
-    for row, analysis in enumerate(analyses):
-        for column, (label, found) in enumerate((("noise", analysis.noise), ("FGSM", analysis.adversary))):
-            answers = [100.0 * answer.logit_change for answer in found]
-            style = look(2 * row + column) | {"linestyle": _LINES[row], "label": _name(analyses, analysis, label)}
-            axes.plot([answer.size for answer in found], answers, **style)
-            changes += answers
-    axes.set(xlabel="size of the disturbance, input standard deviations", ylabel="change of the logits, %")
-    axes.set(xscale="log", yscale="log")
-    plain_numbers(axes.xaxis, [answer.size for answer in analyses[0].noise])
-    plain_numbers(axes.yaxis, changes)
-    _legend(axes, outside=len(analyses) > 1)
+def _reconstruction(analysis: Analysis) -> Curves:
+    pieces, start = [], 0
+    for profile in analysis.profiles:
+        pieces.append((range(start, start + len(profile) - 1), profile[:-1]))
+        start += len(profile) - 1
+    return {"float32": _broken(pieces)}
 
 
-@chart(figsize=(5.4, 3.8))
+def _sensitivity(analysis: Analysis) -> Curves:
+    kinds = {"noise": analysis.noise, "FGSM": analysis.adversary}
+    return {kind: ([a.size for a in found], [100.0 * a.logit_change for a in found]) for kind, found in kinds.items()}
+
+
+FIGURES = {
+    "perturbations": Figure(
+        _growth,
+        _over_depth("growth, factor"),
+        "Growth of small perturbations inside the units. Lines: tangent vectors. Markers: two trajectories. "
+        "Dotted: borders of units; what the transition does there is left out.",
+    ),
+    "signals": Figure(
+        _norms,
+        _over_depth("norm, relative to its start"),
+        "Norm of the signal from the first block on, and of the loss's gradient from the last block back. It jumps at "
+        "borders of units (dotted): there a transition averages pixels and adds channels, which is no step of the ODE.",
+    ),
+    "eigenvalues": Figure(
+        _eigenvalues,
+        lambda analyses, series: charts.eigenvalues(series),
+        "Eigenvalues of the ODE in the middle block of each unit, on a patch of the first image's state. To the right of "
+        "the line, perturbations grow.",
+    ),
+    "energy": Figure(
+        _energy,
+        _over_depth("change of H, %", log_y=True, mark=True),
+        "Change of the Hamiltonian, without its sign, by its two causes.",
+    ),
+    "step size": Figure(
+        _step_usage,
+        _over_depth("step size in use, % of its bound", log_y=False, levels={"unstable above": 100.0}),
+        "The bound on h of every block at a frozen state. Norms are certified to 2 %, the bounds err on the safe side. "
+        "Where a norm depends on the state, the bound is that of the first image's state.",
+    ),
+    "reversing": Figure(
+        _reconstruction,
+        _over_depth("relative reconstruction error", log_y=True),
+        "Relative error of the pair on the way back through each unit. It starts anew at the end of each unit (dotted), "
+        "whose last pair is kept.",
+    ),
+    "sensitivity": Figure(
+        _sensitivity,
+        lambda analyses, series: charts.lines(
+            series, "size of the disturbance, input standard deviations", "change of the logits, %",
+            log_x=True, log_y=True, mark=True,
+        ),
+        "Change of the logits under Gaussian noise, and under one step of the same size for each pixel along the sign "
+        "of the gradient (FGSM).",
+    ),
+}  # fmt: skip
+"""Subject -> its figure, which the subject's sentence describes to a reader who cannot see it."""
+
+
+@charts.chart(figsize=(5.4, 3.8))
 def linear_revnet_map(axes: Any, found: LinearRevNet) -> None:
     """Growth in one block of the linear RevNet over (α, β), and the edge of its stable region."""
     alpha, beta = found.alpha.numpy(), found.beta.numpy()

@@ -56,6 +56,13 @@ class Lyapunov:
         """The factor by which a perturbation grows through the reversible units (a geometric mean over images)."""
         return float(self.unit_log_growth[0].exp())
 
+    def over_depth(self) -> tuple[list[int], Tensor]:
+        """Depths, and the factors of growth inside the units up to there, shape (depths, k)."""
+        inside = torch.tensor([place.inside for place in self.places])
+        total = (self.log_growth * inside[:, None]).cumsum(0).exp()
+        steps = [i for i, place in enumerate(self.places) if place.kind == "step"]
+        return [0] + [self.places[i].depth for i in steps], torch.cat((torch.ones_like(total[:1]), total[steps]))
+
 
 def orthonormalize(frame: Tensor) -> tuple[Tensor, Tensor]:
     """Q and log |diag R| of the QR factorisation of each sample's frame, shapes (k, batch, n) and (k, batch)."""
