@@ -34,15 +34,22 @@ class Figure(NamedTuple):
         return self.draw(analyses, named) if named else None
 
 
-def _over_depth(ylabel: str, **options: Any) -> Callable[[Sequence[Analysis], Curves], str]:
-    """Draws curves over blocks with thin lines between the first network's units; logarithmic from a factor of four on."""
+def _over_depth(ylabel: str, shift: float = 0.0, **options: Any) -> Callable[[Sequence[Analysis], Curves], str]:
+    """Draws curves over depth with thin lines between the first network's units; logarithmic from a factor of four on.
+
+    Args:
+        ylabel: Beside the y axis.
+        shift: 0 where points are depths; 0.5 where they are blocks, so that lines lie between two of them.
+        options: Of `charts.lines`.
+    """
 
     def draw(analyses: Sequence[Analysis], series: Curves) -> str:
         values = [value for _, y in series.values() for value in y if value > 0]
-        borders = [place.depth for place in analyses[0].lyapunov.places if place.kind == "enter" and place.unit > 0]
+        entries = [place for place in analyses[0].lyapunov.places if place.kind == "enter"]
+        borders = [place.depth + shift for place in entries[1:]]
         settings = {"log_y": bool(values) and max(values) > 4.0 * min(values), "borders": borders} | options
         points = [name for name in series if name.endswith("finite size")]
-        return charts.lines(series, "depth, blocks", ylabel, points=points, **settings)
+        return charts.lines(series, "block" if shift else "depth, blocks", ylabel, points=points, **settings)
 
     return draw
 
@@ -137,12 +144,12 @@ FIGURES = {
     ),
     "energy": Figure(
         _energy,
-        _over_depth("change of H, %", log_y=True, mark=True),
+        _over_depth("change of H, %", 0.5, log_y=True, mark=True),
         "Change of the Hamiltonian, without its sign, by its two causes.",
     ),
     "step size": Figure(
         _step_usage,
-        _over_depth("step size in use, % of its bound", log_y=False, levels={"unstable above": 100.0}),
+        _over_depth("step size in use, % of its bound", 0.5, log_y=False, levels={"unstable above": 100.0}),
         "The bound on h of every block at a frozen state. Norms are certified to 2 %, the bounds err on the safe side. "
         "Where a norm depends on the state, the bound is that of the first image's state.",
     ),
