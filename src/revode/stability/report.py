@@ -62,7 +62,8 @@ def _step_size(analysis: Analysis) -> str:
             "This scheme has no step size and so no bound on one: nothing in it keeps perturbations from growing, "
             "only training can."
         )
-    text = f"At h = {top.h:g} the tightest layer (block {top.step + 1} of unit {top.unit + 1}) uses {top.usage:.0%} of its bound: "
+    where = f"block {top.step + 1} of unit {top.unit + 1}"
+    text = f"At h = {top.h:g} the tightest layer ({where}) uses {top.usage:.0%} of its bound: "
     if top.usage > 1.0:
         text += f"it is beyond what is stable at a frozen state. h up to {top.sharp:.3g} would be within."
     else:
