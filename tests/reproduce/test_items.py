@@ -8,10 +8,9 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from revode.cli import main
-from revode.reproduce import paper, subsets
-from revode.reproduce.catalogue import BUDGETS, ITEMS, find_item
-from revode.reproduce.item import Scope
-from revode.reproduce.task import TrainingRun
+from revode.reproduce import BUDGETS, ITEMS, find_item, paper, subsets
+from revode.reproduce.item import Budget
+from revode.reproduce.task import Setup, TrainingRun
 
 IN_TABLE = {
     "table-1": "| hamiltonian-74 | biases | 692 | 0.43 | ",
@@ -25,6 +24,10 @@ IN_TABLE = {
     "quick-74": "92.76 %",
 }
 """What each page must have of the paper."""
+
+
+def plan(item: str, budget: str, data_root: object = "no-such-folder") -> Budget:
+    return find_item(item).plan(Setup(budget=budget, data_root=str(data_root)))
 
 
 @pytest.fixture(scope="module")
@@ -73,42 +76,44 @@ def test_hold_out_is_never_called_test(home, capsys):
 @pytest.mark.parametrize("item", ITEMS)
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_every_budget_lists_different_tasks(item, budget):
-    tasks = find_item(item).tasks(Scope(budget))
+    tasks = plan(item, budget).tasks
     assert len({(task.slug, task.digest) for task in tasks}) == len(tasks) > 0
-    assert find_item(item).budget_note(Scope(budget))
+    assert plan(item, budget).note
 
 
 def test_cpu_numbers_are_always_called_what_they_are():
     for item in ("table-1", "table-2", "fig-cifar-subset", "small-data", "fig-stl-subset", "depth-1202", "quick-74"):
-        note = find_item(item).budget_note(Scope("cpu"))
+        note = plan(item, "cpu").note
         assert note.startswith("CPU budget: ")
         assert "not the paper's schedule" in note
 
 
-def test_the_papers_budget_leaves_its_recipes_as_they_are():
-    tasks = find_item("table-1").tasks(Scope("paper"))
+def test_the_papers_budget_leaves_its_recipes_as_they_are(tmp_path):
+    tasks = plan("table-1", "paper").tasks
     assert [(task.model, task.dataset) for task in tasks] == [(m, d) for m, row in paper.CIFAR.items() for d in row]
     assert all(not task.settings and not task.options for task in tasks)
     by_name = {(task.model, task.dataset): task for task in tasks}
     assert by_name["hamiltonian-74", "cifar10"].num_steps == 80_000
     assert by_name["hamiltonian-1202", "cifar10"].batch_size == 32
-    stl = find_item("table-2").tasks(Scope("paper", stl_test=True))
+    (tmp_path / "stl10_binary").mkdir()
+    (tmp_path / "stl10_binary" / "test_X.bin").touch()
+    stl = plan("table-2", "paper", tmp_path).tasks
     assert all(task.num_steps == 20_000 and task.split == "test" for task in stl)
 
 
 def test_small_data_budget_is_what_the_issue_asks():
-    tasks = find_item("fig-cifar-subset").tasks(Scope("cpu"))
+    tasks = plan("fig-cifar-subset", "cpu").tasks
     assert {task.num_images for task in tasks} == {1_500, 2_000}
     assert {task.seed for task in tasks} == {0, 1, 2}
     assert {task.num_steps for task in tasks} == {subsets.CPU_STEPS}
     pairs = {(task.fraction, task.seed, task.num_steps, task.batch_size) for task in tasks}
     assert len(pairs) == len(tasks) // 2  # both networks train alike
-    smallest = find_item("fig-cifar-subset").tasks(Scope("paper"))[-1]
+    smallest = plan("fig-cifar-subset", "paper").tasks[-1]
     assert smallest.num_images == smallest.batch_size == 25
 
 
 def test_small_data_compares_both_networks_with_both_norms_at_one_budget():
-    tasks = find_item("small-data").tasks(Scope("cpu"))
+    tasks = plan("small-data", "cpu").tasks
     assert {(task.model, task.norm) for task in tasks} == {
         (model, norm) for model in subsets.CIFAR_NETWORKS for norm in ("batch norm", "biases")
     }

@@ -11,14 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from revode import data
 from revode.cli import main
 from revode.files import locked
-from revode.reproduce.catalogue import find_item
-from revode.reproduce.item import Findings, Item, Scope, Table, spread
-from revode.reproduce.run import make_scope, reproduce
-from revode.reproduce.step_cost import StepCost
-from revode.reproduce.task import TEST_IMAGES, TRAIN_IMAGES, Setup, Task, TrainingRun
+from revode.reproduce import find_item
+from revode.reproduce.depth import StepCost
+from revode.reproduce.item import Budget, Findings, Item, Table, spread
+from revode.reproduce.run import reproduce
+from revode.reproduce.task import Setup, Task, TrainingRun
 from revode.training.distributed import Group
 from revode.training.job import Job
 from revode.training.loop import train
@@ -33,17 +32,17 @@ def tiny_run(**changes) -> TrainingRun:
 
 
 def tiny_item(*runs: Task) -> Item:
-    return Item("quick-74", "tiny", lambda scope: list(runs), find_item("quick-74").budget_note, plain_findings)
+    return Item("quick-74", "tiny", {"smoke": Budget("A note.", "a few steps", runs)}, plain_findings)
 
 
-def plain_findings(scope, outcomes):
+def plain_findings(budget, outcomes):
     return Findings(
         [Table(["run", "accuracy"], [[o.task.title, f"{o.task.accuracy(o.result):.2f}"] for o in outcomes])], []
     )
 
 
 def test_killed_between_runs_it_goes_on_with_the_next(tmp_path, monkeypatch):
-    place, scope = Setup(tmp_path / "runs"), Scope("smoke")
+    place = Setup(tmp_path / "runs", num_seeds=3)
     runs = [tiny_run(seed=seed) for seed in range(3)]
     execute = TrainingRun.execute
     done: list[int] = []
@@ -56,7 +55,7 @@ def test_killed_between_runs_it_goes_on_with_the_next(tmp_path, monkeypatch):
 
     monkeypatch.setattr(TrainingRun, "execute", dies_at_the_second)
     with pytest.raises(KeyboardInterrupt):
-        reproduce(tiny_item(*runs), scope, place, tmp_path / "out")
+        reproduce(tiny_item(tiny_run()), place, tmp_path / "out")
     page = (tmp_path / "out" / "quick-74.md").read_text()
     assert "Incomplete: 1 of 3 tasks are finished." in page
     first = (place.folder(runs[0]) / "result.json").read_bytes()
@@ -66,7 +65,7 @@ def test_killed_between_runs_it_goes_on_with_the_next(tmp_path, monkeypatch):
         return execute(self, place)
 
     monkeypatch.setattr(TrainingRun, "execute", counts)
-    found = reproduce(tiny_item(*runs), scope, place, tmp_path / "out")
+    found = reproduce(tiny_item(tiny_run()), place, tmp_path / "out")
     assert done == [0, 1, 2]
     assert (place.folder(runs[0]) / "result.json").read_bytes() == first
     assert "3 of 3 finished" in found.files[0].read_text()
@@ -120,14 +119,14 @@ def test_a_run_with_other_settings_has_another_directory():
 def test_two_experiments_do_not_write_one_directory(tmp_path, capsys):
     place = Setup(tmp_path)
     with locked(tmp_path / "quick-74-smoke"), pytest.raises(ValueError, match="another process"):
-        reproduce(tiny_item(tiny_run()), Scope("smoke"), place, tmp_path / "out")
+        reproduce(tiny_item(tiny_run()), place, tmp_path / "out")
     with locked(place.folder(tiny_run())), pytest.raises(ValueError, match="another process"):
-        reproduce(tiny_item(tiny_run()), Scope("smoke"), place, tmp_path / "out")
+        reproduce(tiny_item(tiny_run()), place, tmp_path / "out")
 
 
 def test_a_diverged_training_is_reported_and_the_others_are_done(tmp_path):
     runs = [tiny_run(model="resnet-32", settings={**SETTINGS, "lr": 1e30}), tiny_run()]
-    found = reproduce(tiny_item(*runs), Scope("smoke"), Setup(tmp_path), tmp_path / "out")
+    found = reproduce(tiny_item(*runs), Setup(tmp_path), tmp_path / "out")
     assert list(found.problems) == [runs[0].title]
     assert "diverged" in found.files[0].read_text()
     assert json.loads(found.files[1].read_text())["finished"] == 1
@@ -140,7 +139,7 @@ def test_a_failed_measurement_is_reported(tmp_path, monkeypatch):
         raise RuntimeError("measuring failed: the process died")
 
     monkeypatch.setattr("revode.bench.footprint.Footprints.measure", killed)
-    found = reproduce(tiny_item(failing, tiny_run()), Scope("smoke"), Setup(tmp_path), tmp_path / "out")
+    found = reproduce(tiny_item(failing, tiny_run()), Setup(tmp_path), tmp_path / "out")
     assert "the process died" in found.problems[failing.title]
     assert Setup(tmp_path).finished(failing) is None
 
@@ -155,12 +154,6 @@ def test_held_out_images_are_apart_and_stratified_at_every_share(tmp_path):
         counts = torch.bincount(job.validation_split.labels)
         assert int(counts.max() - counts.min()) <= 3
         assert run.num_steps == job.num_steps
-
-
-def test_counts_of_images_are_those_of_the_data():
-    digits = data.load("digits")
-    assert digits.test is not None
-    assert (len(digits.train), len(digits.test)) == (TRAIN_IMAGES["digits"], TEST_IMAGES["digits"])
 
 
 def test_spread_names_mean_deviation_and_number():
@@ -204,11 +197,15 @@ def test_missing_data_is_one_sentence_and_writes_nothing(tmp_path, capsys):
 
 
 def test_stl_test_split_is_looked_for_where_data_lie(tmp_path):
-    assert not make_scope("cpu", None, str(tmp_path)).stl_test
+    place = Setup(budget="cpu", data_root=str(tmp_path))
+    plan = find_item("table-2").plan(place)
+    assert {task.hold_out for task in plan.tasks} == {1_000}
+    assert "4 epochs of 4,000 images" in plan.note
     (tmp_path / "stl10_binary").mkdir()
     (tmp_path / "stl10_binary" / "test_X.bin").touch()
-    assert make_scope("cpu", None, str(tmp_path)).stl_test
-    assert all(task.hold_out == 0 for task in find_item("table-2").tasks(Scope("cpu", stl_test=True)))
+    plan = find_item("table-2").plan(place)
+    assert {task.hold_out for task in plan.tasks} == {0}
+    assert "4 epochs of 5,000 images" in plan.note
 
 
 def test_trainings_in_processes_have_directories_and_a_command_of_their_own(tmp_path):
@@ -216,7 +213,7 @@ def test_trainings_in_processes_have_directories_and_a_command_of_their_own(tmp_
     one, two = Setup(tmp_path), Setup(tmp_path, processes=2)
     assert one.folder(run) != two.folder(run)
     assert one.folder(cost) == two.folder(cost)
-    found = reproduce(tiny_item(run), Scope("smoke"), two, tmp_path / "out")
+    found = reproduce(tiny_item(run), two, tmp_path / "out")
     assert not found.problems
     assert "`revode reproduce quick-74 --budget smoke --processes 2`" in (tmp_path / "out" / "quick-74.md").read_text()
     assert two.finished(run) is not None
@@ -227,7 +224,7 @@ def test_trainings_in_lower_precision_have_directories_and_a_command_of_their_ow
     run, place = tiny_run(), Setup(tmp_path, autocast="bfloat16")
     assert run.config(place).execution.autocast == "bfloat16"
     assert place.folder(run) != Setup(tmp_path).folder(run)
-    found = reproduce(tiny_item(run), Scope("smoke"), place, tmp_path / "out")
+    found = reproduce(tiny_item(run), place, tmp_path / "out")
     assert not found.problems
     assert (
         "`revode reproduce quick-74 --budget smoke --autocast bfloat16`"
@@ -251,11 +248,11 @@ def test_in_lower_precision_reversing_adds_no_error():
 
 def test_a_process_that_fails_is_a_task_that_failed(tmp_path):
     run = tiny_run(settings={**SETTINGS, "lr": 1e30, "schedule": "constant"})
-    found = reproduce(tiny_item(run), Scope("smoke"), Setup(tmp_path, processes=2), tmp_path / "out")
+    found = reproduce(tiny_item(run), Setup(tmp_path, processes=2), tmp_path / "out")
     assert "failed in one of 2 processes" in found.problems[run.title]
 
 
 def test_bad_input_of_a_process_stops_the_item(tmp_path):
     run = tiny_run(settings={**SETTINGS, "batch_size": 1})  # two processes cannot share one image
     with pytest.raises(ValueError, match="was refused"):
-        reproduce(tiny_item(run), Scope("smoke"), Setup(tmp_path, processes=2), tmp_path / "out")
+        reproduce(tiny_item(run), Setup(tmp_path, processes=2), tmp_path / "out")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from revode.commands import check_folder, require, use_threads
-from revode.reproduce.catalogue import BUDGETS, ITEMS
+from revode.reproduce import BUDGETS, ITEMS, find_item
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,29 +55,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Complete the item's tasks; 0 when all are done, 3 if one failed, 130 or 143 when a signal stopped it."""
     require("train", "analyze")
-    from revode.reproduce.catalogue import find_item
-    from revode.reproduce.estimates import listing
-    from revode.reproduce.run import make_scope, reproduce
-    from revode.reproduce.task import HOME, Setup
+    from revode.reproduce.run import listing, reproduce
+    from revode.reproduce.task import Setup, TrainingRun
     from revode.training.terminal import Interrupted
 
     most = max(2, os.cpu_count() or 1)
     if not 1 <= args.processes <= most:
         raise ValueError(f"--processes is {args.processes}; expected 1 to {most} on this machine")
+    if args.seeds is not None and args.seeds < 1:
+        raise ValueError(f"--seeds is {args.seeds}; expected at least 1")
     use_threads(args.threads)
     check_folder(args.out)
-    item, scope = find_item(args.item), make_scope(args.budget, args.seeds, args.data_root)
-    home = Path(args.runs) if args.runs else HOME
-    setup = Setup(home, args.data_root, args.threads, args.processes, args.autocast)
-    for task in item.tasks(scope):
-        setup.check(task)
+    home = Path(args.runs) if args.runs else Setup.home
+    setup = Setup(home, args.budget, args.seeds, args.data_root, args.threads, args.processes, args.autocast)
+    item = find_item(args.item)
+    plan = item.plan(setup)
+    for task in plan.tasks:
+        if isinstance(task, TrainingRun) and task.batch_size % args.processes:
+            raise ValueError(
+                f"--processes is {args.processes}, but {task.title} has batches of {task.batch_size} images; "
+                f"give a divisor of {task.batch_size}"
+            )
     if args.dry_run:
-        print(f"{item.title}\n{item.budget_note(scope)}")
-        print("\n".join(listing(item.tasks(scope), setup)))
+        print("\n".join([item.title, plan.note, *listing(plan.tasks, setup)]))
         return 0
     try:
         with _terminable():
-            found = reproduce(item, scope, setup, Path(args.out) if args.out else None)
+            found = reproduce(item, setup, Path(args.out) if args.out else None)
     except Interrupted as error:
         print(f"{error}; the same command goes on from there", flush=True)
         return error.exit_code

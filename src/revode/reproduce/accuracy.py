@@ -10,172 +10,159 @@ from revode.networks.zoo import PAPER_PARAMETERS
 from revode.reproduce import paper
 from revode.reproduce.item import (
     ABSENT,
+    SHORT,
     Budget,
     Chart,
     Findings,
+    Item,
     Outcome,
-    Scope,
     Table,
     grouped,
+    hold_out_remark,
     mean_and_deviation,
     percent,
+    smoke,
     spread,
-    trained_item,
+    trainings,
 )
+from revode.reproduce.task import TrainingRun
 from revode.training.config import RECIPES
-from revode.training.run import read_metrics
 
-NAMES = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100"}
+NAMES = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "stl10": "STL-10"}
 DAMPING = 0.01
 """Share of the carried state that the damped network loses in a half-step; the paper does not print its own."""
 BASELINE = "resnet-32-stl"
 """A ResNet of the same size; the paper has none in table 2."""
 HOLD_OUT, SMOKE_HOLD_OUT = 1_000, 200
 """Images that stand in for STL-10's test split where that is absent; 80 %, the paper's largest share, are what they leave."""
-QUICK, QUICK_STEP = "hamiltonian-74", 0.3
-SHORT: dict[str, Any] = {"validation": 0.0, "evaluate_every": 0, "report": False}
-STL_SHORT: dict[str, Any] = {"epochs": 4, "batch_size": 32, "lr": 0.05, **SHORT}
+QUICK, QUICK_STEP, QUICK_EPOCHS = "hamiltonian-74", 0.3, RECIPES["quick"]["epochs"]
+STL_SHORT: dict[str, Any] = {
+    "dataset": "stl10",
+    "recipe": "quick",
+    "hold_out": HOLD_OUT,
+    "settings": {"epochs": 4, "batch_size": 32, "lr": 0.05, **SHORT},
+}
+"""A short training on STL-10."""
 
-
-def table_1(scope: Scope) -> Budget:
-    """Every network on CIFAR-10 and CIFAR-100."""
-    if scope.budget == "smoke":
-        return Budget.smoke(paper.CIFAR)
-    if scope.budget == "paper":
-        runs = [
-            {"model": model, "dataset": dataset, "recipe": "auto"}
-            for model, row in paper.CIFAR.items()
-            for dataset in row
-        ]
-        note = "The paper's schedule: 160 epochs (hamiltonian-1202: 80,000 steps of 32 images)."
-        return Budget(note, paper.CIFAR_SCHEDULE, runs)
-    models = [*list(paper.CIFAR)[:5], "hamiltonian-74", "hamiltonian-1layer-74"]
-    runs = [
-        {"model": model, "dataset": "cifar10", "recipe": "quick", "settings": {"epochs": 2, **SHORT}}
-        for model in models
-    ]
-    runs[5] |= {"options": {"damping": DAMPING}, "label": "hamiltonian-74, damped"}
-    note = (
+TWO_EPOCHS: dict[str, Any] = {"dataset": "cifar10", "recipe": "quick", "settings": {"epochs": 2, **SHORT}}
+DAMPED: dict[str, Any] = {"label": "hamiltonian-74, damped", "options": {"damping": DAMPING}}
+TABLE_1 = {
+    "smoke": smoke(paper.CIFAR),
+    "cpu": Budget(
         "CPU budget: 2 epochs of 50,000 images by the recipe quick, equal for all networks; "
-        "not the paper's schedule of 160 epochs."
-    )
-    return Budget(note, "CPU budget, 2 epochs", runs)
+        "not the paper's schedule of 160 epochs.",
+        "CPU budget, 2 epochs",
+        [
+            *trainings(list(paper.CIFAR)[:5], **TWO_EPOCHS),
+            *trainings(["hamiltonian-74"], **DAMPED, **TWO_EPOCHS),
+            *trainings(["hamiltonian-1layer-74"], **TWO_EPOCHS),
+        ],
+    ),
+    "paper": Budget(
+        "The paper's schedule: 160 epochs (hamiltonian-1202: 80,000 steps of 32 images).",
+        paper.CIFAR_SCHEDULE,
+        [TrainingRun(model=name, dataset=images, recipe="auto") for name, row in paper.CIFAR.items() for images in row],
+    ),
+}
+TABLE_2 = {
+    "smoke": smoke([*paper.STL, BASELINE], hold_out=SMOKE_HOLD_OUT),
+    "cpu": Budget(
+        "CPU budget: 4 epochs of {images} images by the recipe quick, equal for all networks; "
+        "not the paper's schedule of 20,000 steps.",
+        "CPU budget, 4 epochs",
+        trainings(["hamiltonian-stl", BASELINE], **STL_SHORT),
+    ),
+    "paper": Budget(
+        "The paper's schedule of 20,000 steps, on {images} training images.",
+        paper.STL_SCHEDULE,
+        trainings([*paper.STL, BASELINE], dataset="stl10", recipe="stl", hold_out=HOLD_OUT),
+    ),
+}
+# With batch norm and a larger step than the paper's network has: validation images chose both (docs/training.md). States live
+# on the grid, so that reversing adds no error to the gradient, in bfloat16 either; the memory budget recomputes only what does
+# not fit.
+QUICK_74 = {
+    "smoke": smoke([QUICK]),
+    "cpu": Budget(
+        f"CPU budget: {QUICK_EPOCHS} epochs of 50,000 images by the recipe quick, with batch norm and "
+        f"h = {QUICK_STEP} in the blocks; not the paper's schedule of 160 epochs, nor its biases and h = 0.1.",
+        f"CPU budget, {QUICK_EPOCHS} epochs",
+        [
+            TrainingRun(
+                model=QUICK,
+                dataset="cifar10",
+                recipe="quick",
+                label=f"{QUICK}, batch norm, h = {QUICK_STEP}",
+                options={"norm": "batch", "h": QUICK_STEP, "memory_budget": 100_000_000},
+                settings={"exact": 14, "validation": 0.0, "evaluate_every": 5},
+            )
+        ],
+    ),
+    "paper": Budget(
+        "The paper's schedule: 160 epochs.",
+        paper.CIFAR_SCHEDULE,
+        [TrainingRun(model=QUICK, dataset="cifar10", recipe="cifar")],
+    ),
+}
 
 
 def show_table_1(budget: Budget, outcomes: list[Outcome]) -> Findings:
     """The table with the paper's numbers beside ours, and bars for the first data set."""
-    found = grouped(outcomes, lambda task: (task.name, task.dataset))
-    first = {outcome.task.name: outcome for outcome in reversed(outcomes)}
-    datasets = list(dict.fromkeys(outcome.task.dataset for outcome in outcomes))
-    header = ["network", "in its blocks", "parameters", "paper's, M"]
-    for dataset in datasets:
-        header.append(f"{NAMES.get(dataset, dataset)} test, ours ({budget.schedule})")
-        header.append(f"{NAMES.get(dataset, 'CIFAR-10')}, paper ({paper.CIFAR_SCHEDULE})")
-    rows = []
-    for name in dict.fromkeys(name for name, _ in found):
-        counts = PAPER_PARAMETERS.get(name)
-        printed = ABSENT if counts is None else f"{counts[0]:.2f}"
-        row = [name, first[name].task.norm, f"{first[name].result['params']:,}", printed]
-        for dataset in datasets:
-            row.append(spread(found.get((name, dataset), {}).values()))
-            row.append(percent(paper.CIFAR.get(name, {}).get(dataset if dataset in NAMES else "cifar10")))
-        rows.append(row)
-    shown = NAMES.get(datasets[0], datasets[0])
-    ours = {name: values for (name, dataset), values in found.items() if dataset == datasets[0]}
-    theirs = {name: row["cifar10"] for name, row in paper.CIFAR.items()}
-    markup = _bars(ours, theirs, f"ours, {shown}, {budget.schedule}", f"paper, CIFAR-10, {paper.CIFAR_SCHEDULE}")
-    caption = f"Test accuracy on {shown}, ours ({budget.schedule}); marks: the paper's on CIFAR-10."
     damped = (
         f"The damped network loses {DAMPING:.0%} of its carried state in every half-step. The paper says that slightly "
         "dissipative networks were comparable, and prints no number; nor does it for the one-layer Hamiltonian network."
     )
     remarks = [damped] if any("damping" in outcome.task.options for outcome in outcomes) else []
-    return Findings([Table(header, rows)], [Chart(markup, caption)], remarks)
-
-
-def _bars(ours: dict[str, dict[int, float]], theirs: dict[str, float], name: str, marks_name: str) -> str:
-    means = {key: mean_and_deviation(values.values()) for key, values in ours.items()}
-    return charts.bars(
-        {key: mean for key, (mean, _) in means.items()},
-        "accuracy, %",
-        name=name,
-        deviations=[deviation for _, deviation in means.values()],
-        marks=theirs,
-        marks_name=marks_name,
-        largest=100.0,
-    )
-
-
-def table_2(scope: Scope) -> Budget:
-    """Networks for 96x96 images on STL-10."""
-    if scope.budget == "smoke":
-        return Budget.smoke([*paper.STL, BASELINE], hold_out=SMOKE_HOLD_OUT)
-    shared: dict[str, Any] = {"dataset": "stl10", "hold_out": 0 if scope.stl_test else HOLD_OUT}
-    images = "5,000" if scope.stl_test else "4,000"
-    if scope.budget == "paper":
-        runs = [{"model": model, "recipe": "stl", **shared} for model in [*paper.STL, BASELINE]]
-        return Budget(f"The paper's schedule of 20,000 steps, on {images} training images.", paper.STL_SCHEDULE, runs)
-    runs = [
-        {"model": model, "recipe": "quick", "settings": STL_SHORT, **shared} for model in ("hamiltonian-stl", BASELINE)
-    ]
-    note = (
-        f"CPU budget: 4 epochs of {images} images by the recipe quick, equal for all networks; "
-        "not the paper's schedule of 20,000 steps."
-    )
-    return Budget(note, "CPU budget, 4 epochs", runs)
+    table, chart = _beside(budget, outcomes, paper.CIFAR, paper.CIFAR_SCHEDULE)
+    return Findings([table], [chart], remarks)
 
 
 def show_table_2(budget: Budget, outcomes: list[Outcome]) -> Findings:
-    """The table with the paper's numbers beside ours."""
-    found = grouped(outcomes, lambda task: task.name)
-    split = outcomes[0].task.split
-    last = {outcome.task.name: outcome for outcome in outcomes}
-    header = ["network", "in its blocks", "parameters", f"{split} accuracy, ours ({budget.schedule})"]
-    header.append(f"test, paper ({paper.STL_SCHEDULE})")
+    """The same, and the results that the paper compares with."""
+    table, chart = _beside(budget, outcomes, paper.STL, paper.STL_SCHEDULE)
+    baselines = [[f"baseline: {name}", *[ABSENT] * 3, percent(value)] for name, value in paper.STL_BASELINES.items()]
+    return Findings([Table(table.header, [*table.rows, *baselines])], [chart], hold_out_remark(outcomes))
+
+
+def _beside(budget: Budget, outcomes: list[Outcome], printed: paper.Accuracies, schedule: str) -> tuple[Table, Chart]:
+    """Accuracies of every network on every data set beside those that the paper prints; a data set that the paper does not
+    have is compared with its first."""
+    found = grouped(outcomes, lambda task: (task.name, task.dataset))
+    networks: dict[str, Outcome] = {}
+    for outcome in outcomes:
+        networks.setdefault(outcome.task.name, outcome)
+    split, usual = outcomes[0].task.split, next(iter(next(iter(printed.values()))))
+    datasets = {o.task.dataset: o.task.dataset if o.task.dataset in NAMES else usual for o in outcomes}
+    known = PAPER_PARAMETERS.keys() & networks
+    header = ["network", "in its blocks", "parameters", *(["paper's, M"] if known else [])]
+    for dataset, theirs in datasets.items():
+        header.append(f"{NAMES.get(dataset, dataset)} {split}, ours ({budget.schedule})")
+        header.append(f"{NAMES[theirs]}, paper ({schedule})")
     rows = []
-    for name, values in found.items():
-        row = [name, last[name].task.norm, f"{last[name].result['params']:,}", spread(values.values())]
-        rows.append([*row, percent(paper.STL.get(name))])
-    for name, value in paper.STL_BASELINES.items():
-        rows.append([f"baseline: {name}", ABSENT, ABSENT, ABSENT, percent(value)])
-    markup = _bars(found, paper.STL, f"ours, {split}, {budget.schedule}", f"paper, test, {paper.STL_SCHEDULE}")
-    caption = f"Accuracy on the {split} images, ours ({budget.schedule}); marks: the paper's on the test images."
-    return Findings([Table(header, rows)], [Chart(markup, caption)], hold_out_remark(outcomes))
-
-
-def hold_out_remark(outcomes: list[Outcome]) -> list[str]:
-    """How the images were chosen that stand in for the test split; nothing where there is one."""
-    num_images = outcomes[0].task.hold_out
-    if not num_images:
-        return []
-    return [
-        f"There is no test split here: accuracies are on {num_images:,} hold-out images of the training split, stratified by "
-        "class, drawn anew with each seed and equal for all networks. They are scored once, with the last weights, so nothing "
-        "is chosen on them. The paper's numbers are on the 8,000 test images."
-    ]
-
-
-def quick_74(scope: Scope) -> Budget:
-    """hamiltonian-74 on CIFAR-10 by the recipe quick.
-
-    With batch norm and a larger step than the paper's network has: validation images chose both (docs/training.md). States
-    live on the grid, so that reversing adds no error to the gradient, in bfloat16 either; the budget recomputes only what does
-    not fit.
-    """
-    if scope.budget == "smoke":
-        return Budget.smoke([QUICK])
-    run: dict[str, Any] = {"model": QUICK, "dataset": "cifar10", "recipe": "cifar"}
-    if scope.budget == "paper":
-        return Budget("The paper's schedule: 160 epochs.", paper.CIFAR_SCHEDULE, [run])
-    run |= {"recipe": "quick", "label": f"{QUICK}, batch norm, h = {QUICK_STEP}"}
-    run["options"] = {"norm": "batch", "h": QUICK_STEP, "memory_budget": 100_000_000}
-    run["settings"] = {"exact": 14, "validation": 0.0, "evaluate_every": 5}
-    epochs = RECIPES["quick"]["epochs"]
-    note = (
-        f"CPU budget: {epochs} epochs of 50,000 images by the recipe quick, with batch norm and "
-        f"h = {QUICK_STEP} in the blocks; not the paper's schedule of 160 epochs, nor its biases and h = 0.1."
+    for name, outcome in networks.items():
+        row = [name, outcome.task.norm, f"{outcome.result['params']:,}"]
+        if known:
+            row.append(f"{PAPER_PARAMETERS[name][0]:.2f}" if name in known else ABSENT)
+        for dataset, theirs in datasets.items():
+            row.append(spread(found.get((name, dataset), {}).values()))
+            row.append(percent(printed.get(name, {}).get(theirs)))
+        rows.append(row)
+    first, theirs = next(iter(datasets.items()))
+    shown = NAMES.get(first, first)
+    means = {name: mean_and_deviation(values.values()) for (name, dataset), values in found.items() if dataset == first}
+    markup = charts.bars(
+        {name: mean for name, (mean, _) in means.items()},
+        "accuracy, %",
+        name=f"ours, {shown}{'' if split == 'test' else f' {split}'}, {budget.schedule}",
+        deviations=[deviation for _, deviation in means.values()],
+        marks={name: row[theirs] for name, row in printed.items()},
+        marks_name=f"paper, {NAMES[theirs]}, {schedule}",
+        largest=100.0,
     )
-    return Budget(note, f"CPU budget, {epochs} epochs", [run])
+    caption = (
+        f"{split.capitalize()} accuracy on {shown}, ours ({budget.schedule}); marks: the paper's on {NAMES[theirs]}."
+    )
+    return Table(header, rows), Chart(markup, caption)
 
 
 def show_quick_74(budget: Budget, outcomes: list[Outcome]) -> Findings:
@@ -189,17 +176,16 @@ def show_quick_74(budget: Budget, outcomes: list[Outcome]) -> Findings:
     row += [spread(accuracies.values()), percent(paper.CIFAR[QUICK]["cifar10"])]
     series = {}
     for outcome in outcomes:
-        for kind in ("train", "evaluation"):
-            lines = [line for line in read_metrics(outcome.folder) if line["kind"] == kind]
-            if lines:
-                name = f"{lines[-1].get('split', kind)}, seed {outcome.task.seed}"
-                series[name] = [line["step"] for line in lines], [100 * line["accuracy"] for line in lines]
+        for kind, name in (("train", "train"), ("evaluation", "test")):
+            steps, fractions = outcome.metrics(kind, "accuracy")
+            if steps:
+                series[f"{name}, seed {outcome.task.seed}"] = steps, [100 * fraction for fraction in fractions]
     caption = f"Accuracy over the course of training. {budget.note}"
     return Findings([Table(header, [row])], [Chart(charts.lines(series, "step", "accuracy, %"), caption)])
 
 
 ITEMS = (
-    trained_item("table-1", "Table 1: CIFAR-10 and CIFAR-100", table_1, show_table_1),
-    trained_item("table-2", "Table 2: STL-10", table_2, show_table_2),
-    trained_item("quick-74", "hamiltonian-74 on CIFAR-10", quick_74, show_quick_74),
+    Item("table-1", "Table 1: CIFAR-10 and CIFAR-100", TABLE_1, show_table_1),
+    Item("table-2", "Table 2: STL-10", TABLE_2, show_table_2),
+    Item("quick-74", "hamiltonian-74 on CIFAR-10", QUICK_74, show_quick_74),
 )

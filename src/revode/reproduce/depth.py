@@ -1,38 +1,79 @@
-"""1,202 layers: does the loss fall, what does a step cost, do gradients survive the depth?"""
+"""What depth costs: memory under every gradient strategy, and 1,202 layers trained, with their gradients over depth."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from revode import charts
+from revode import charts, data
 from revode.files import human_bytes
+from revode.networks.zoo import model_config
 from revode.reproduce import paper
-from revode.reproduce.item import ABSENT, SMOKE, SMOKE_NOTE, Chart, Findings, Item, Outcome, Scope, Table, percent
-from revode.reproduce.step_cost import StepCost
-from revode.reproduce.task import Measurement, Setup, Task, TaskFailed, TrainingRun
-from revode.training.run import read_metrics
+from revode.reproduce.item import ABSENT, SMOKE, SMOKE_NOTE, Budget, Chart, Findings, Item, Outcome, Table, percent
+from revode.reproduce.task import Setup, Task, TaskFailed, TrainingRun, forward_flops
 
-DEEP, BASELINE = "hamiltonian-1202", "resnet-1202"
-CPU_STEPS, NUM_TIMED, NUM_IMAGES = 300, 3, 4
-CPU: dict[str, Any] = {
-    "max_steps": CPU_STEPS, "evaluate_every": 0, "log_every": 5, "checkpoint_every": 25, "report": False,
-}  # fmt: skip
-NOTES = {
-    "smoke": SMOKE_NOTE,
-    "cpu": f"CPU budget: {CPU_STEPS} steps of 32 images; not the paper's schedule of 80,000 steps.",
-    "paper": "The paper's schedule: 80,000 steps of 32 images.",
-}
+METHODS = {"reversible": "revode", "checkpoint-sqrt": "checkpoint-sqrt", "checkpoint": "checkpoint", "store": "store"}
+"""Strategy -> the method of ``revode bench`` that runs it."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class OverDepth(Measurement):
+class StepCost(Task):
+    """What one training step of a network costs in bytes and seconds, measured as ``revode bench`` measures it.
+
+    Attributes:
+        model: The network.
+        strategy: ``reversible``, ``store``, ``checkpoint`` or ``checkpoint-sqrt``.
+        options: Options of the network.
+        dataset: Whose images it has the shape of; their content is random.
+        batch_size: Images.
+        num_timed: Steps to time.
+        fresh: Whether to start a process for it; else only the bytes kept for backward mean something.
+    """
+
+    model: str
+    strategy: str
+    options: dict[str, Any] = field(default_factory=dict)
+    dataset: str = "cifar10"
+    batch_size: int = 32
+    num_timed: int = 1
+    fresh: bool = True
+
+    @property
+    def title(self) -> str:
+        return f"{self.model} {self.strategy}, a step of {self.batch_size} images"
+
+    def flops(self) -> float:
+        units = 4 * (1 + self.num_timed) + 1
+        return units * self.batch_size * forward_flops(self.model, self.dataset, self.options)
+
+    def measure(self, setup: Setup) -> dict[str, Any]:
+        from revode.bench.footprint import Footprints, measure_step
+        from revode.bench.workloads import Workload
+
+        info = data.describe(self.dataset)
+        size = {"num_classes": info.num_classes, "in_channels": info.channels, "image_size": info.image_size}
+        options = {"name": self.model, **self.options, **size}
+        workload = Workload(name=self.model, title="", kind="network", batch=self.batch_size, options=options)
+        method, threads = METHODS[self.strategy], setup.threads or torch.get_num_threads()
+        try:
+            if self.fresh:
+                with Footprints() as footprints:
+                    found = footprints.measure(workload, method, threads, num_timed=self.num_timed)
+            else:
+                found = measure_step(workload, method, threads) | {"peak_bytes": None}
+        except RuntimeError as error:
+            raise TaskFailed(str(error)) from error
+        return {"layers": model_config(self.model, **self.options).num_layers, **found}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverDepth(Task):
     """Norms of signal and gradient at every depth of a run's network, before and after training."""
 
     run: TrainingRun
-    num_images: int = NUM_IMAGES
+    num_images: int = 4
 
     @property
     def title(self) -> str:
@@ -41,13 +82,13 @@ class OverDepth(Measurement):
     def identity(self) -> dict[str, Any]:
         return {"run": self.run.identity(), "num_images": self.num_images}
 
-    def flops(self) -> float:
-        from revode.reproduce.estimates import forward_flops
+    def for_seeds(self, seeds: range) -> list[OverDepth]:
+        return [replace(self, run=run) for run in self.run.for_seeds(seeds)]
 
+    def flops(self) -> float:
         return 2 * 5 * self.num_images * forward_flops(self.run.model, self.run.dataset, self.run.options)
 
     def measure(self, setup: Setup) -> dict[str, Any]:
-        from revode import data
         from revode.stability import signal_propagation
         from revode.training.job import build_model
         from revode.training.run import load_run
@@ -74,32 +115,127 @@ class OverDepth(Measurement):
         return numbers
 
 
-def tasks(scope: Scope) -> list[Task]:
-    """The costs first, as they are short; then the training, and what it did to gradients over depth."""
-    run: dict[str, Any] = {"dataset": "cifar10", "recipe": "cifar-1202", "options": {}, "settings": {}}
-    cost: dict[str, Any] = {"batch_size": 32, "num_timed": NUM_TIMED, "fresh": True}
-    if scope.budget == "smoke":
-        run, cost = SMOKE, {"batch_size": 4, "num_timed": 1, "fresh": False}
-    if scope.budget == "cpu":
-        run |= {"settings": CPU}
-    cost |= {"dataset": run["dataset"], "options": run["options"]}
-    found: list[Task] = [
-        StepCost(model=model, strategy=strategy, **cost)
-        for model, strategy in ((DEEP, "reversible"), (DEEP, "store"), (BASELINE, "store"))
+DEPTHS = (14, 26, 50, 98, 194, 386, 770, 1202, 2402)
+ALIKE: dict[str, Any] = {"channels": [32, 64, 128], "norm": "none", "horizon": 1.0, "init": "independent"}
+"""The same at every depth: width, bias in place of batch norm, and a fixed horizon."""
+
+
+def _steps(batch: int) -> list[Task]:
+    """A step of every depth under every strategy, and of the ResNet of that depth."""
+    tasks: list[Task] = []
+    for depth in DEPTHS:
+        name = f"hamiltonian-{depth}"
+        tasks += [StepCost(model=name, strategy=strategy, options=ALIKE, batch_size=batch) for strategy in METHODS]
+        tasks.append(StepCost(model=f"resnet-{depth}", strategy="store", batch_size=batch))
+    return tasks
+
+
+SMALL: dict[str, Any] = {"options": ALIKE | {"channels": [4, 8, 8]}, "dataset": "digits", "batch_size": 2}
+STEP_OF = "Measured on one training step of {} images of 32x32 pixels{}. Nothing is trained."
+MEMORY = {
+    "smoke": Budget(
+        "Smoke budget: a few channels, 8x8 images, batch 2. Only the shape of the curves means something.",
+        "smoke",
+        [
+            StepCost(model=f"hamiltonian-{n}", strategy=way, fresh=(way, n) == ("reversible", 50), **SMALL)
+            for n in DEPTHS[:3]
+            for way in METHODS
+        ],
+    ),
+    "cpu": Budget(STEP_OF.format(8, "; the paper's batch for 1,202 layers is 32"), "cpu", _steps(8)),
+    "paper": Budget(STEP_OF.format(32, ""), "paper", _steps(32)),
+}
+
+Curves = dict[str, dict[int, float]]
+
+
+def show_memory(budget: Budget, outcomes: list[Outcome]) -> Findings:
+    """Bytes kept for backward and peaks of fresh processes, over layers."""
+    kept, peaks = _curves(outcomes, "saved_bytes"), _curves(outcomes, "peak_bytes")
+    layers = sorted({depth for values in kept.values() for depth in values})
+    tables = [_table("Kept for backward after the forward pass, MB", kept, layers)]
+    found = [
+        _chart(kept, "kept", "kept for backward, MB", "Bytes kept for backward over depth, both axes logarithmic.")
     ]
-    for seed in scope.seeds():
-        training = TrainingRun(model=DEEP, seed=seed, **run)
-        found += [training, OverDepth(run=training)]
+    if peaks:
+        tables.append(_table("Peak of the process during a step, above its idle state, MB", peaks, layers))
+        text = "Peak memory of a training step in a fresh process over depth, both axes logarithmic."
+        found.append(_chart(peaks, "peak", "peak of the process, MB", text))
+    remark = (
+        "What checkpoint-sqrt keeps grows as √N; in backward it holds one recomputed segment of √N blocks besides, which only "
+        "the peaks show. Peaks include the gradients of the parameters, whose number grows with depth. The paper prints no "
+        "figure of memory; it states that memory does not grow with depth, and that 1,202 "
+        "layers run in 10 GB of a GPU (batch 32)."
+    )
+    return Findings(tables, found, [remark], {"growth": {name: _growth(values) for name, values in kept.items()}})
+
+
+def _curves(outcomes: list[Outcome], column: str) -> Curves:
+    """Family and strategy -> layers -> MB, of those that have it."""
+    found: Curves = {}
+    for task, result in ((outcome.task, outcome.result) for outcome in outcomes):
+        if result[column] is not None:
+            name = f"{task.model.rpartition('-')[0]}, {task.strategy}"
+            found.setdefault(name, {})[result["layers"]] = result[column] / 1e6
     return found
 
 
-def findings(scope: Scope, outcomes: list[Outcome]) -> Findings:
+def _growth(values: dict[int, float]) -> float:
+    """Memory of the deepest network over that of the shallowest."""
+    return values[max(values)] / values[min(values)]
+
+
+def _table(caption: str, values: Curves, layers: list[int]) -> Table:
+    rows = [[f"{n:,}", *(_number(values[name].get(n)) for name in values)] for n in layers]
+    if len(layers) == max(map(len, values.values())):
+        rows.append(["deepest / shallowest", *(f"{_growth(values[name]):.3g}" for name in values)])
+    rows.append(["paper", *("constant" if "reversible" in name else ABSENT for name in values)])
+    return Table(["layers", *values], rows, caption)
+
+
+def _number(value: float | None) -> str:
+    return ABSENT if value is None else f"{value:.3g}" if value < 100 else f"{value:,.0f}"
+
+
+def _chart(values: Curves, name: str, label: str, caption: str) -> Chart:
+    series = {key: (sorted(row), [row[n] for n in sorted(row)]) for key, row in values.items()}
+    return Chart(charts.lines(series, "layers", label, log_x=True, log_y=True, mark=True), caption, name)
+
+
+DEEP, BASELINE = "hamiltonian-1202", "resnet-1202"
+CPU: dict[str, Any] = {
+    "max_steps": 300, "evaluate_every": 0, "log_every": 5, "checkpoint_every": 25, "report": False,
+}  # fmt: skip
+
+
+def _deep(run: dict[str, Any], **cost: Any) -> list[Task]:
+    """The costs first, as they are short; then the training, and what it did to gradients over depth."""
+    training = TrainingRun(model=DEEP, **run)
+    cost |= {"dataset": training.dataset, "options": training.options}
+    pairs = ((DEEP, "reversible"), (DEEP, "store"), (BASELINE, "store"))
+    costs = [StepCost(model=model, strategy=strategy, **cost) for model, strategy in pairs]
+    return [*costs, training, OverDepth(run=training)]
+
+
+DEEP_RUN: dict[str, Any] = {"dataset": "cifar10", "recipe": "cifar-1202"}
+DEPTH_1202 = {
+    "smoke": Budget(SMOKE_NOTE, "smoke budget", _deep(SMOKE, batch_size=4, fresh=False)),
+    "cpu": Budget(
+        "CPU budget: 300 steps of 32 images; not the paper's schedule of 80,000 steps.",
+        "cpu budget",
+        _deep({**DEEP_RUN, "settings": CPU}, num_timed=3),
+    ),
+    "paper": Budget("The paper's schedule: 80,000 steps of 32 images.", "paper budget", _deep(DEEP_RUN, num_timed=3)),
+}
+
+
+def show_depth_1202(budget: Budget, outcomes: list[Outcome]) -> Findings:
     """Costs, loss curve, gradients over depth."""
     tables, found = [], []
     for kind, show in ((StepCost, _costs), (TrainingRun, _training), (OverDepth, _over_depth)):
         own = [outcome for outcome in outcomes if isinstance(outcome.task, kind)]
         if own:
-            table, chart = show(scope, own)
+            table, chart = show(budget, own)
             tables.append(table)
             found.append(chart)
     remarks = [
@@ -111,7 +247,7 @@ def findings(scope: Scope, outcomes: list[Outcome]) -> Findings:
     return Findings(tables, found, remarks)
 
 
-def _costs(scope: Scope, costs: list[Outcome]) -> tuple[Table, Chart]:
+def _costs(budget: Budget, costs: list[Outcome]) -> tuple[Table, Chart]:
     header = ["network, strategy", "parameters", "layers", "batch", "kept for backward", "peak of a fresh process"]
     rows = []
     for task, result in ((outcome.task, outcome.result) for outcome in costs):
@@ -128,21 +264,21 @@ def _costs(scope: Scope, costs: list[Outcome]) -> tuple[Table, Chart]:
     return table, Chart(charts.bars(values, label), f"Memory of one training step: {label}.", "memory")
 
 
-def _training(scope: Scope, runs: list[Outcome]) -> tuple[Table, Chart]:
+def _training(budget: Budget, runs: list[Outcome]) -> tuple[Table, Chart]:
     header = ["run", "steps", "training loss, first → last line", "peak activations"]
-    header += [f"test accuracy, ours ({scope.budget} budget)", f"paper ({paper.DEEP_SCHEDULE})"]
-    rows, series = [], {}
-    for task, result, folder in ((outcome.task, outcome.result, outcome.folder) for outcome in runs):
-        curve = [line for line in read_metrics(folder) if line["kind"] == "train"]
-        losses = f"{curve[0]['loss']:.3f} → {curve[-1]['loss']:.3f}"
-        row = [task.title, f"{result['steps']:,}", losses, human_bytes(result["peak_activation_bytes"])]
-        rows.append([*row, f"{task.accuracy(result):.2f} %", percent(paper.CIFAR[DEEP]["cifar10"])])
-        series[task.title] = [line["step"] for line in curve], [line["loss"] for line in curve]
+    header += [f"test accuracy, ours ({budget.schedule})", f"paper ({paper.DEEP_SCHEDULE})"]
+    series = {outcome.task.title: outcome.metrics("train", "loss") for outcome in runs}
+    rows = []
+    for task, result in ((outcome.task, outcome.result) for outcome in runs):
+        losses = series[task.title][1]
+        row = [task.title, f"{result['steps']:,}", f"{losses[0]:.3f} → {losses[-1]:.3f}"]
+        row += [human_bytes(result["peak_activation_bytes"]), percent(task.accuracy(result))]
+        rows.append([*row, percent(paper.CIFAR[DEEP]["cifar10"])])
     markup = charts.lines(series, "step", "training loss")
-    return Table(header, rows, "Training"), Chart(markup, f"Training loss of {DEEP}. {NOTES[scope.budget]}", "loss")
+    return Table(header, rows, "Training"), Chart(markup, f"Training loss of {DEEP}. {budget.note}", "loss")
 
 
-def _over_depth(scope: Scope, profiles: list[Outcome]) -> tuple[Table, Chart]:
+def _over_depth(budget: Budget, profiles: list[Outcome]) -> tuple[Table, Chart]:
     header = ["network", "norm of the state, smallest to largest", "norm of the gradient by the state", "paper"]
     rows = []
     for task, result in ((outcome.task, outcome.result) for outcome in profiles):
@@ -160,4 +296,7 @@ def _range(values: list[float]) -> str:
     return f"{min(values):.3g} to {max(values):.3g} (factor {max(values) / min(values):.3g})"
 
 
-ITEMS = (Item("depth-1202", "1,202 layers", tasks, lambda scope: NOTES[scope.budget], findings),)
+ITEMS = (
+    Item("memory", "Memory over depth", MEMORY, show_memory),
+    Item("depth-1202", "1,202 layers", DEPTH_1202, show_depth_1202),
+)

@@ -1,25 +1,27 @@
 """Complete an item's tasks one after the other, from where they stopped, and write what they found.
 
-Markdown is for people, JSON for programs, SVG for both; each says how it was made.
+Markdown and HTML are for people, JSON for programs, SVG for both; each says how it was made.
 """
 
 from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from revode.charts import standalone
-from revode.data.catalogue import LAYOUTS, data_root
-from revode.files import human_time, locked, processor, write_atomically, write_json
+from revode.files import human_range, human_time, locked, processor, write_atomically, write_json
+from revode.networks import create_model, describe
 from revode.page import Page
-from revode.reproduce.catalogue import BUDGETS
-from revode.reproduce.item import Findings, Item, Outcome, Scope, Table
-from revode.reproduce.task import Setup, TaskFailed, TrainingRun
+from revode.reproduce.item import Budget, Item, Outcome, Table
+from revode.reproduce.task import Setup, Task, TaskFailed, TrainingRun
 from revode.training.diagnosis import Diverged
+from revode.training.planning import fastest
 
 
 @dataclass
@@ -30,28 +32,8 @@ class Reproduction:
     problems: dict[str, str] = field(default_factory=dict)
 
 
-def make_scope(budget: str, num_seeds: int | None, root: str | None) -> Scope:
-    """The scope of a command, checked."""
-    if budget not in BUDGETS:
-        raise ValueError(f"unknown budget {budget!r}; choose one of {', '.join(BUDGETS)}")
-    if num_seeds is not None and num_seeds < 1:
-        raise ValueError(f"--seeds is {num_seeds}; expected at least 1")
-    layout = LAYOUTS["stl10"]
-    has_test = any((data_root(root) / layout.folder / file.name).exists() for file in layout.test)
-    return Scope(budget, num_seeds, has_test)
-
-
-def default_out(item: Item, scope: Scope) -> Path:
-    """Where the small files go that are kept in the repository."""
-    return Path("results") / f"{item.name}-{scope.budget}"
-
-
 def reproduce(
-    item: Item,
-    scope: Scope,
-    setup: Setup | None = None,
-    out: Path | None = None,
-    say: Callable[[str], None] = print,
+    item: Item, setup: Setup | None = None, out: Path | None = None, say: Callable[[str], None] = print
 ) -> Reproduction:
     """Complete every task of `item` and write its files.
 
@@ -61,8 +43,7 @@ def reproduce(
 
     Args:
         item: What to reproduce.
-        scope: Under which budget, with how many seeds.
-        setup: Where the tasks' directories lie.
+        setup: Under which budget, with how many seeds; where the tasks' directories lie.
         out: Where the files go; ``results/ITEM-BUDGET`` unless given.
         say: Told what happens.
 
@@ -71,59 +52,36 @@ def reproduce(
         ValueError: Bad input; missing data; a directory that another process is using.
     """
     setup = setup or Setup()
-    tasks = item.tasks(scope)
-    found = Reproduction()
+    plan, found = item.plan(setup), Reproduction()
     outcomes: list[Outcome] = []
-    say(f"{item.title}\n{item.budget_note(scope)}")
-    with locked(setup.home / f"{item.name}-{scope.budget}"):
+    say(f"{item.title}\n{plan.note}")
+    with locked(setup.home / f"{item.name}-{setup.budget}"):
         try:
-            for number, task in enumerate(tasks, 1):
+            for number, task in enumerate(plan.tasks, 1):
                 known = setup.finished(task)
-                say(f"[{number}/{len(tasks)}] {task.title}{': finished before' if known is not None else ''}")
+                say(f"[{number}/{len(plan.tasks)}] {task.title}{': finished before' if known is not None else ''}")
                 try:
                     outcomes.append(Outcome(task, task.complete(setup), setup.folder(task)))
-                except Diverged as error:
+                except (Diverged, TaskFailed) as error:
                     found.problems[task.title] = str(error)
-                    say(f"{error}\n{error.diagnosis}")
-                except TaskFailed as error:
-                    found.problems[task.title] = str(error)
-                    say(str(error))
+                    say(f"{error}\n{error.diagnosis}" if isinstance(error, Diverged) else str(error))
         finally:
             if outcomes:
-                target = out or default_out(item, scope)
-                found.files = write_findings(item, scope, outcomes, found.problems, len(tasks), target, setup)
+                folder = out or Path("results") / f"{item.name}-{setup.budget}"
+                found.files = write_findings(item, plan, outcomes, found.problems, folder, setup)
     return found
 
 
-_LEFT_OUT = ("confusion", "plan", "test_accuracy", "test_loss", "validation_accuracy")
-"""Entries of a training's result that belong to its own directory; its accuracy is given as `TrainingRun.score`."""
-
-
-def command(item: Item, scope: Scope, setup: Setup) -> str:
-    """The command that makes these files; where data lie is the reader's own, and what trains nothing needs no flags."""
-    flags = "" if scope.num_seeds is None else f" --seeds {scope.num_seeds}"
-    flags += setup.flags
-    trains = any(task.is_training for task in item.tasks(scope))
-    return f"revode reproduce {item.name} --budget {scope.budget}{flags if trains else ''}"
-
-
 def write_findings(
-    item: Item,
-    scope: Scope,
-    outcomes: list[Outcome],
-    problems: dict[str, str],
-    num_tasks: int,
-    out: Path,
-    setup: Setup,
+    item: Item, plan: Budget, outcomes: list[Outcome], problems: dict[str, str], out: Path, setup: Setup
 ) -> list[Path]:
     """Write everything into `out`; returns the files' paths.
 
     Args:
         item: What was done.
-        scope: How.
-        outcomes: The finished tasks.
+        plan: All its tasks.
+        outcomes: The finished ones.
         problems: Title of a task that found no result -> why.
-        num_tasks: Tasks in all.
         out: The directory; made if absent.
         setup: Where and how.
     """
@@ -131,91 +89,82 @@ def write_findings(
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"cannot write to {out} ({error.strerror}); give another --out") from error
-    findings = item.findings(scope, outcomes)
-    origin = provenance(item, scope, outcomes, num_tasks, setup)
-    files = []
+    findings, origin = item.show(plan, outcomes), provenance(item, plan, outcomes, setup)
+    finished = f"{origin['finished']} of {origin['of']} tasks are finished"
+    markdown, page = [f"# {item.title}", f"**{plan.note}**"], Page(item.title, finished)
+    page.text(plan.note)
+    if origin["finished"] < origin["of"]:
+        markdown.append(f"Incomplete: {finished}.")
+    for table in findings.tables:
+        markdown.append(_markdown_table(table))
+        page.table(table.header, table.rows, table.caption)
+    figures = []
     for chart in findings.charts:
-        path = out / f"{item.name}{'-' if chart.name else ''}{chart.name}.svg"
-        write_atomically(path, standalone(chart.markup))
-        files.append(path)
-    page = out / f"{item.name}.md"
-    write_atomically(page, markdown(item, scope, findings, origin, problems))
-    files.insert(0, html(item, scope, findings, origin, problems).write(out / f"{item.name}.html"))
-    numbers = out / f"{item.name}.json"
+        figures.append(out / f"{item.name}{'-' if chart.name else ''}{chart.name}.svg")
+        write_atomically(figures[-1], standalone(chart.markup))
+        markdown.append(f"![{chart.caption}]({figures[-1].name})\n\n{chart.caption}")
+        page.figure(chart.markup, chart.caption, chart.caption)
+    for text in (*findings.remarks, *(f"{title}: {problem}" for title, problem in problems.items())):
+        markdown.append(text)
+        page.text(text)
+    facts = _facts(origin)
+    markdown += ["## How it was made", "\n".join(f"- {name}: {fact}" for name, fact in facts.items())]
+    page.heading("How it was made")
+    page.table(["what", "value"], [[name, fact.strip("`")] for name, fact in facts.items()])
+    for_people, for_programs = out / f"{item.name}.md", out / f"{item.name}.json"
+    write_atomically(for_people, "\n\n".join(markdown) + "\n")
     tasks = [_entry(outcome) for outcome in outcomes]
-    note = item.budget_note(scope)
-    write_json(numbers, {**origin, "note": note, **findings.numbers, "problems": problems, "tasks": tasks})
-    return [page, numbers, *files]
+    write_json(for_programs, {**origin, "note": plan.note, **findings.numbers, "problems": problems, "tasks": tasks})
+    return [for_people, for_programs, page.write(out / f"{item.name}.html"), *figures]
+
+
+_LEFT_OUT = ("confusion", "plan", "test_accuracy", "test_loss", "validation_accuracy")
+"""Entries of a training's result that belong to its own directory; its accuracy is given as its score."""
 
 
 def _entry(outcome: Outcome) -> dict[str, Any]:
     """A task and its result, without what only its own directory needs."""
-    task = outcome.task
-    result = {name: value for name, value in outcome.result.items() if name not in _LEFT_OUT}
+    task, score = outcome.task, {}
     if isinstance(task, TrainingRun):
-        result = {"score": task.score(outcome.result), **result}
-    return {"title": task.title, "kind": type(task).__name__, "settings": task.identity(), "result": result}
+        accuracy = task.accuracy(outcome.result) / 100.0
+        score = {"score": {"split": task.split, "images": task.num_scored, "accuracy": accuracy}}
+    result = {name: value for name, value in outcome.result.items() if name not in _LEFT_OUT}
+    return {"title": task.title, "kind": type(task).__name__, "settings": task.identity(), "result": score | result}
 
 
-def provenance(item: Item, scope: Scope, outcomes: Sequence[Outcome], num_tasks: int, setup: Setup) -> dict[str, Any]:
+def provenance(item: Item, plan: Budget, outcomes: Sequence[Outcome], setup: Setup) -> dict[str, Any]:
     """What the numbers depend on: command, seeds, time, versions, hardware."""
+    trains = any(isinstance(task, TrainingRun) for task in plan.tasks)
+    # Where data lie is the reader's own, and what trains nothing needs no flags.
+    command = f"revode reproduce {item.name} --budget {setup.budget}"
+    if trains:
+        command += "" if setup.num_seeds is None else f" --seeds {setup.num_seeds}"
+        command += f" --processes {setup.processes}" if setup.processes > 1 else ""
+        command += f" --autocast {setup.autocast}" if setup.autocast != "none" else ""
     results = [outcome.result for outcome in outcomes]
-    seeds = sorted({outcome.task.seed for outcome in outcomes if hasattr(outcome.task, "seed")})
+    distinct = {
+        name: list({json.dumps(result[name], sort_keys=True): result[name] for result in results}.values())
+        for name in ("versions", "machine")
+    }
     return {
         "item": item.name,
-        "budget": scope.budget,
-        "command": command(item, scope, setup),
+        "budget": setup.budget,
+        "command": command,
         "processes": setup.processes,
-        "autocast": setup.autocast if any(outcome.task.is_training for outcome in outcomes) else "none",
+        "autocast": setup.autocast if trains else "none",
         "finished": len(outcomes),
-        "of": num_tasks,
-        "seeds": seeds,
+        "of": len(plan.tasks),
+        "seeds": sorted({outcome.task.seed for outcome in outcomes if hasattr(outcome.task, "seed")}),
         "seconds": round(sum(result["seconds"] for result in results), 1),
-        "versions": _distinct(result["versions"] for result in results),
-        "machines": _distinct(result["machine"] for result in results),
+        "versions": distinct["versions"],
+        "machines": distinct["machine"],
         "processor": processor(),
         "commits": sorted({str(result["commit"]) for result in results if result["commit"]}),
         "written": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
     }
 
 
-def _distinct(values: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    found = {json.dumps(value, sort_keys=True): value for value in values}
-    return list(found.values())
-
-
-def markdown(item: Item, scope: Scope, findings: Findings, origin: dict[str, Any], problems: dict[str, str]) -> str:
-    """The page."""
-    parts = [f"# {item.title}", f"**{item.budget_note(scope)}**"]
-    if origin["finished"] < origin["of"]:
-        parts.append(f"Incomplete: {origin['finished']} of {origin['of']} tasks are finished.")
-    parts += [table_lines(table) for table in findings.tables]
-    for chart in findings.charts:
-        name = f"{item.name}{'-' if chart.name else ''}{chart.name}.svg"
-        parts.append(f"![{chart.caption}]({name})\n\n{chart.caption}")
-    parts += findings.remarks
-    parts += [f"{title}: {problem}" for title, problem in problems.items()]
-    parts += ["## How it was made", "\n".join(f"- {name}: {fact}" for name, fact in _facts(origin).items())]
-    return "\n\n".join(parts) + "\n"
-
-
-def html(item: Item, scope: Scope, findings: Findings, origin: dict[str, Any], problems: dict[str, str]) -> Page:
-    """The same for a browser, with its figures inside."""
-    page = Page(item.title, f"{origin['finished']} of {origin['of']} tasks are finished")
-    page.text(item.budget_note(scope))
-    for table in findings.tables:
-        page.table(table.header, table.rows, table.caption)
-    for chart in findings.charts:
-        page.figure(chart.markup, chart.caption, chart.caption)
-    for remark in (*findings.remarks, *(f"{title}: {problem}" for title, problem in problems.items())):
-        page.text(remark)
-    page.heading("How it was made")
-    page.table(["what", "value"], [[name, fact.strip("`")] for name, fact in _facts(origin).items()])
-    return page
-
-
-def table_lines(table: Table) -> str:
-    """A table in Markdown."""
+def _markdown_table(table: Table) -> str:
     rows = [table.header, ["---"] * len(table.header), *table.rows]
     text = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
     return f"{table.caption}\n\n{text}" if table.caption else text
@@ -244,3 +193,32 @@ def _facts(origin: dict[str, Any]) -> dict[str, str]:
             "reversing, but for damped networks, states lie on the grid of `exact`, so that reversing adds no error to it"
         )
     return facts
+
+
+def measured_rate() -> float:
+    """Floating-point operations a second of a training step of a small network, here and now."""
+    with torch.random.fork_rng(devices=[]):
+        model = create_model("hamiltonian-26").to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        images = torch.randn(32, 3, 32, 32).contiguous(memory_format=torch.channels_last)
+        seconds = fastest(lambda: model(images).square().sum().backward(), images.device)
+    return 4 * 32 * describe(model).flops / seconds
+
+
+def listing(tasks: Sequence[Task], setup: Setup) -> list[str]:
+    """One line a task: its state, its FLOPs and its time; and the sum of what is left."""
+    rate = measured_rate()
+    lines, total = [], 0.0
+    for number, task in enumerate(tasks, 1):
+        flops, size = task.flops(), ""
+        state = "done" if setup.finished(task) is not None else "started" if setup.folder(task).exists() else "to do"
+        total += 0.0 if state == "done" else flops
+        if isinstance(task, TrainingRun):
+            size = f"{task.num_images:,} images, {task.num_steps:,} steps of {task.batch_size}"
+        lines.append(
+            f"{number:>3}  {state:<8} {task.title:<58} {size:<44} {flops / 1e12:>10,.1f} TFLOP  {human_time(flops / rate):>8}"
+        )
+    lines.append(
+        f"left to do: {total / 1e12:,.1f} TFLOP, {human_range(total / rate)} at the {rate / 1e9:.0f} GFLOP/s that a "
+        "training step reaches on this CPU now (float32, one process)"
+    )
+    return lines

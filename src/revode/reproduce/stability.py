@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from revode import charts
+from revode import charts, data
 from revode.networks.families import FAMILIES
-from revode.reproduce.item import ABSENT, TINY, Chart, Findings, Item, Outcome, Scope, Table
-from revode.reproduce.task import Measurement, Setup, Task
-
-NETWORKS = {
-    "smoke": ("hamiltonian-74", "revnet-38"),
-    "cpu": ("hamiltonian-74", "hamiltonian-1layer-74", "midpoint-26", "leapfrog-26", "revnet-38"),
-    "paper": ("hamiltonian-218", "hamiltonian-1layer-74", "midpoint-62", "leapfrog-62", "revnet-110"),
-}
+from revode.reproduce.item import ABSENT, TINY, Budget, Chart, Findings, Item, Outcome, Table
+from revode.reproduce.task import Setup, Task, forward_flops
 
 
 @dataclass(frozen=True, kw_only=True)
-class StabilityAnalysis(Measurement):
+class StabilityAnalysis(Task):
     """Everything the stability lab says about a network with initial weights."""
 
     model: str
-    dataset: str
-    num_images: int
+    dataset: str = "cifar10"
+    num_images: int = 16
     seed: int = 0
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -33,16 +27,11 @@ class StabilityAnalysis(Measurement):
     def title(self) -> str:
         return f"stability of {self.model} on {self.dataset}, seed {self.seed}"
 
-    def identity(self) -> dict[str, Any]:
-        return asdict(self)
-
     def flops(self) -> float:
-        from revode.reproduce.estimates import forward_flops
-
         return 300 * self.num_images * forward_flops(self.model, self.dataset, self.options)
 
     def measure(self, setup: Setup) -> dict[str, Any]:
-        from revode import create_model, data
+        from revode import create_model
         from revode.stability import analyze
 
         dataset = data.load(self.dataset, setup.data_root)
@@ -68,38 +57,33 @@ class StabilityAnalysis(Measurement):
         }
 
 
-def tasks(scope: Scope) -> list[Task]:
-    """One analysis for each family and seed."""
-    shared: dict[str, Any] = {"dataset": "cifar10", "num_images": 16}
-    if scope.budget == "smoke":
-        shared = {"dataset": "digits", "num_images": 2, "options": TINY}
-    names = NETWORKS[scope.budget]
-    return [StabilityAnalysis(model=name, seed=seed, **shared) for name in names for seed in scope.seeds()]
+NOTE = "Networks with initial weights on 16 CIFAR-10 images. Nothing is trained."
+NETWORKS = {
+    "cpu": ("hamiltonian-74", "hamiltonian-1layer-74", "midpoint-26", "leapfrog-26", "revnet-38"),
+    "paper": ("hamiltonian-218", "hamiltonian-1layer-74", "midpoint-62", "leapfrog-62", "revnet-110"),
+}
+BUDGETS = {
+    "smoke": Budget(
+        "Smoke budget: networks of a few channels on two digits. The numbers mean little.",
+        "smoke",
+        [
+            StabilityAnalysis(model=name, dataset="digits", num_images=2, options=TINY)
+            for name in ("hamiltonian-74", "revnet-38")
+        ],
+    ),
+    **{
+        name: Budget(NOTE, name, [StabilityAnalysis(model=model) for model in models])
+        for name, models in NETWORKS.items()
+    },
+}
+HEADER = (
+    "network", "layers", "paper's theory", "largest Re λ", "max abs Re λ / max abs λ", "h in use, of its bound",
+    "growth of perturbations", "growth of the signal", "growth of the gradient", "reconstruction error, float32",
+)  # fmt: skip
 
 
-def budget_note(scope: Scope) -> str:
-    """What the numbers are."""
-    if scope.budget == "smoke":
-        return "Smoke budget: networks of a few channels on two digits. The numbers mean little."
-    return "Networks with initial weights on 16 CIFAR-10 images. Nothing is trained."
-
-
-def findings(scope: Scope, outcomes: list[Outcome]) -> Findings:
+def show(budget: Budget, outcomes: list[Outcome]) -> Findings:
     """The claims beside what is measured; eigenvalues, growth, and the map of the linear RevNet."""
-    header = [
-        "network",
-        "layers",
-        "paper's theory",
-        "largest Re λ",
-        "max abs Re λ / max abs λ",
-        "h in use, of its bound",
-    ]
-    header += [
-        "growth of perturbations",
-        "growth of the signal",
-        "growth of the gradient",
-        "reconstruction error, float32",
-    ]
     rows, clouds, curves = [], {}, {}
     for task, result in ((outcome.task, outcome.result) for outcome in outcomes):
         usage = ABSENT if result["step_usage"] is None else f"{result['step_usage']:.0%}"
@@ -120,7 +104,7 @@ def findings(scope: Scope, outcomes: list[Outcome]) -> Findings:
         "The paper's argument freezes the coefficients: imaginary eigenvalues at one depth do not bound the growth over many. "
         "The growth of perturbations is measured along the whole network."
     )
-    return Findings([Table(header, rows)], found, [remark])
+    return Findings([Table(HEADER, rows)], found, [remark])
 
 
 def _linear_revnet() -> Chart:
@@ -133,4 +117,4 @@ def _linear_revnet() -> Chart:
     return Chart(linear_revnet_map(linear_revnet(ticks, ticks, num_steps=8)), text, "linear-revnet")
 
 
-ITEMS = (Item("stability", "Stability: theory and measurement", tasks, budget_note, findings),)
+ITEMS = (Item("stability", "Stability: theory and measurement", BUDGETS, show),)

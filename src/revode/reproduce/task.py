@@ -1,44 +1,50 @@
 """A task: one piece of work with a directory of its own, done once and found again by what it is.
 
-A `Measurement` is short and starts anew when it was stopped; a `TrainingRun` goes on from its last checkpoint.
+A measurement is short and starts anew when it was stopped; a `TrainingRun` goes on from its last checkpoint.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
 import time
-from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
+import torch
+
+from revode import data
 from revode.engine.grid import DEFAULT_BITS
 from revode.files import commit, locked, machine, read_json, versions, write_json
+from revode.networks import create_model, describe, model_config
 from revode.networks.config import ReversibleConfig
-from revode.networks.zoo import model_config
 from revode.training.config import Config, configure
 from revode.training.run import RESULT
-
-HOME = Path("runs") / "reproduce"
 
 
 @dataclass(frozen=True)
 class Setup:
-    """Where and how tasks are done; threads change the last bits of what they find, processes the batch statistics.
+    """What was asked for: where and how tasks are done.
 
-    What changes more than bits is part of a training's directory and of the command that its page names.
+    Threads change the last bits of what tasks find; processes change the batch statistics. What changes more than bits is
+    part of a training's directory and of the command that its page names.
 
     Attributes:
         home: The directory of the tasks' directories.
+        budget: ``smoke``, ``cpu`` or ``paper``.
+        num_seeds: Seeds 0, 1, ...; None leaves it to the item.
         data_root: Folder of the data sets.
         threads: CPU threads of a process; 0 leaves torch's choice.
         processes: Processes of a training, each with its share of every batch.
         autocast: Precision of a training's branches, as ``revode train --autocast`` takes it.
     """
 
-    home: Path = HOME
+    home: Path = Path("runs") / "reproduce"
+    budget: str = "smoke"
+    num_seeds: int | None = None
     data_root: str | None = None
     threads: int = 0
     processes: int = 1
@@ -46,23 +52,11 @@ class Setup:
 
     def folder(self, task: Task) -> Path:
         """The directory of a task: its name for people, and a digest of all that decides its result."""
-        shared = f"-in-{self.processes}" if task.is_training and self.processes > 1 else ""
-        precision = f"-{self.autocast}" if task.is_training and self.autocast != "none" else ""
-        return self.home / f"{task.slug}{shared}{precision}-{task.digest}"
-
-    @property
-    def flags(self) -> str:
-        """How a command says what changes more than bits."""
-        shared = f" --processes {self.processes}" if self.processes > 1 else ""
-        return shared + (f" --autocast {self.autocast}" if self.autocast != "none" else "")
-
-    def check(self, task: Task) -> None:
-        """Refuse a task whose batches cannot be shared among the processes."""
-        batch = getattr(task, "batch_size", 0) if task.is_training else 0
-        if batch % self.processes:
-            raise ValueError(
-                f"--processes is {self.processes}, but {task.title} has batches of {batch} images; give a divisor of {batch}"
-            )
+        name = task.slug
+        if isinstance(task, TrainingRun):
+            name += f"-in-{self.processes}" if self.processes > 1 else ""
+            name += f"-{self.autocast}" if self.autocast != "none" else ""
+        return self.home / f"{name}-{task.digest}"
 
     def finished(self, task: Task) -> dict[str, Any] | None:
         """The result of a task that was done before."""
@@ -73,28 +67,30 @@ class TaskFailed(RuntimeError):
     """A task that could not be done here, for instance because memory is too small; the others can."""
 
 
-class Task(ABC):
-    """What all tasks can say."""
-
-    is_training: ClassVar[bool] = False
-    """Whether several processes may do it together, and in lower precision."""
+@dataclass(frozen=True)
+class Task:
+    """What all tasks can say. A measurement says its `title`, its `flops` and how to `measure` it."""
 
     @property
-    @abstractmethod
     def title(self) -> str:
         """The task in a few words."""
+        raise NotImplementedError
 
-    @abstractmethod
-    def identity(self) -> dict[str, Any]:
-        """All that decides the result, as plain values: tasks of equal identity are the same task."""
-
-    @abstractmethod
     def flops(self) -> float:
         """Floating-point operations it takes, roughly."""
+        raise NotImplementedError
 
-    @abstractmethod
-    def execute(self, setup: Setup) -> dict[str, Any]:
-        """Do it in its directory, from where it stopped if that can be, and return its result."""
+    def measure(self, setup: Setup) -> dict[str, Any]:
+        """The numbers, as plain values."""
+        raise NotImplementedError
+
+    def identity(self) -> dict[str, Any]:
+        """All that decides the result, as plain values: tasks of equal identity are the same task."""
+        return asdict(self)
+
+    def for_seeds(self, seeds: range) -> list[Any]:
+        """The task with each of the seeds, if it has one."""
+        return [replace(self, seed=seed) for seed in seeds] if hasattr(self, "seed") else [self]
 
     @property
     def slug(self) -> str:
@@ -111,14 +107,6 @@ class Task(ABC):
         """The result, found or made."""
         return setup.finished(self) or self.execute(setup)
 
-
-class Measurement(Task):
-    """A task that is short enough to start anew when it was stopped."""
-
-    @abstractmethod
-    def measure(self, setup: Setup) -> dict[str, Any]:
-        """The numbers, as plain values."""
-
     def execute(self, setup: Setup) -> dict[str, Any]:
         """Measure under the directory's lock, and keep the numbers with what they depend on."""
         folder = setup.folder(self)
@@ -134,8 +122,21 @@ class Measurement(Task):
             return result
 
 
-TRAIN_IMAGES = {"digits": 1_437, "cifar10": 50_000, "cifar100": 50_000, "stl10": 5_000}
-TEST_IMAGES = {"digits": 360, "cifar10": 10_000, "cifar100": 10_000, "stl10": 8_000}
+def forward_flops(model: str, dataset: str, options: dict[str, Any]) -> int:
+    """Floating-point operations of one image's forward pass."""
+    info = data.describe(dataset)
+    size = {"in_channels": info.channels, "image_size": info.image_size}
+    return _flops(model, json.dumps(options | size, sort_keys=True))
+
+
+@functools.cache
+def _flops(model: str, options: str) -> int:
+    chosen = json.loads(options)
+    if model_config(model).row.integrates:
+        chosen["init"] = "independent"  # smooth kernels cost time to draw, and the count is the same
+    with torch.random.fork_rng(devices=[]):
+        return describe(create_model(model, **chosen)).flops
+
 
 _NORMS = {"none": "biases", "batch": "batch norm", "tv": "batch-independent norm"}
 
@@ -162,8 +163,6 @@ class TrainingRun(Task):
         settings: What differs from the recipe.
         label: The network in words, where its name does not say all.
     """
-
-    is_training = True
 
     model: str
     dataset: str
@@ -193,7 +192,7 @@ class TrainingRun(Task):
     @property
     def num_images(self) -> int:
         """Images it trains on."""
-        total = TRAIN_IMAGES[self.dataset]
+        total = data.describe(self.dataset).num_train
         return min(round(self.fraction * total), total - self.hold_out)
 
     @property
@@ -204,15 +203,11 @@ class TrainingRun(Task):
     @property
     def num_scored(self) -> int:
         """Images that its accuracy is measured on."""
-        return self.hold_out or TEST_IMAGES[self.dataset]
+        return self.hold_out or data.describe(self.dataset).num_test
 
     def accuracy(self, result: dict[str, Any]) -> float:
         """The accuracy in per cent."""
         return 100.0 * result["validation_accuracy" if self.hold_out else "test_accuracy"]
-
-    def score(self, result: dict[str, Any]) -> dict[str, Any]:
-        """The accuracy as a fraction, and what it is measured on."""
-        return {"split": self.split, "images": self.num_scored, "accuracy": self.accuracy(result) / 100.0}
 
     def config(self, setup: Setup) -> Config:
         """The configuration for the training room."""
@@ -226,7 +221,7 @@ class TrainingRun(Task):
                 # Reversing then adds nothing to a gradient, in bfloat16 either.
                 values.setdefault("exact", DEFAULT_BITS)
         used = self.num_images + self.hold_out
-        values["train_fraction"] = used / TRAIN_IMAGES[self.dataset]
+        values["train_fraction"] = used / data.describe(self.dataset).num_train
         if self.hold_out:
             values |= {"validation": self.hold_out / used, "evaluate_every": 0}
         config = configure(**values)
@@ -255,22 +250,15 @@ class TrainingRun(Task):
         """Full batches of its images, without those that the recipe keeps to choose the weights on."""
         config = self.config(Setup())
         kept = 0 if self.hold_out else round(config.data.validation * self.num_images)
-        return (self.num_images - kept) // config.optimization.batch_size
-
-    @property
-    def num_epochs(self) -> float:
-        """Passes over its training images."""
-        return self.num_steps / self._steps_per_epoch
+        return data.num_batches(self.num_images - kept, config.optimization.batch_size)
 
     def flops(self) -> float:
-        from revode.reproduce.estimates import forward_flops, step_units
-
-        config = self.config(Setup())
-        one = forward_flops(self.model, self.dataset, self.options)
-        every = config.record.evaluate_every
-        evaluations = max(1, int(self.num_epochs // every)) if every else 1
-        trained = self.num_steps * self.batch_size * step_units(self.model, self.options)
-        return one * (trained + evaluations * self.num_scored)
+        """Backward counts two forward passes, computing states again counts one."""
+        units = 3 if model_config(self.model, **self.options).backprop == "store" else 4
+        every = self.config(Setup()).record.evaluate_every
+        evaluations = max(1, self.num_steps // self._steps_per_epoch // every) if every else 1
+        images = self.num_steps * self.batch_size * units + evaluations * self.num_scored
+        return images * forward_flops(self.model, self.dataset, self.options)
 
     def execute(self, setup: Setup) -> dict[str, Any]:
         """Train, or go on from the last checkpoint; the training room locks the directory."""
