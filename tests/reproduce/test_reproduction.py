@@ -87,7 +87,7 @@ def test_an_interrupted_training_goes_on_from_its_checkpoint(tmp_path):
     with pytest.raises(Interrupted):
         train(config, parts.folder(run), monitors=[Stop()])
     assert parts.finished(run) is None
-    found = run.complete(parts)
+    found = run.execute(parts)
     assert found["steps"] == 6
     metrics = [(place.folder(run) / "metrics.jsonl").read_text() for place in (whole, parts)]
     assert metrics[0] == metrics[1]

@@ -212,7 +212,7 @@ class TestReproduction:
         run, place = self.run_of(tmp_path)
         with pytest.raises(TaskFailed, match="no result"):
             OverDepth(run=run, num_images=2).measure(place)
-        run.complete(place)
+        run.execute(place)
         assert OverDepth(run=run, num_images=2).measure(place)["trained"]["gradient"]
 
     def test_a_stopped_training_goes_on_with_the_data_where_they_are_now(self, tmp_path, monkeypatch):

@@ -53,6 +53,11 @@ class DatasetInfo:
         """The number of classes."""
         return len(self.class_names)
 
+    @property
+    def network_options(self) -> dict[str, int]:
+        """What a network for these images is given."""
+        return {"num_classes": self.num_classes, "in_channels": self.channels, "image_size": self.image_size}
+
 
 INFOS = {
     info.name: info

@@ -52,9 +52,7 @@ class StepCost(Task):
         from revode.bench.footprint import Footprints, measure_step
         from revode.bench.workloads import Workload
 
-        info = data.describe(self.dataset)
-        size = {"num_classes": info.num_classes, "in_channels": info.channels, "image_size": info.image_size}
-        options = {"name": self.model, **self.options, **size}
+        options = {"name": self.model, **self.options, **data.describe(self.dataset).network_options}
         workload = Workload(name=self.model, title="", kind="network", batch=self.batch_size, options=options)
         method, threads = METHODS[self.strategy], setup.threads or torch.get_num_threads()
         try:

@@ -113,10 +113,9 @@ class Item:
         """The budget that was asked for, with a task for each seed; images are held out only where there is no test split."""
         if setup.budget not in self.budgets:
             raise unknown("budget", setup.budget, self.budgets)
-        budget, tasks = self.budgets[setup.budget], []
+        budget, tasks, root = self.budgets[setup.budget], [], data_root(setup.data_root)
         for task in budget.tasks:
-            layout = LAYOUTS.get(getattr(task, "dataset", ""))
-            if isinstance(task, TrainingRun) and layout and not layout.lacks_test(data_root(setup.data_root)):
+            if isinstance(task, TrainingRun) and task.dataset in LAYOUTS and not LAYOUTS[task.dataset].lacks_test(root):
                 task = replace(task, hold_out=0)
             tasks += task.for_seeds(range(setup.num_seeds or budget.seeds))
         images = next((f"{task.num_images:,}" for task in tasks if isinstance(task, TrainingRun)), "")

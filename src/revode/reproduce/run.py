@@ -61,7 +61,8 @@ def reproduce(
                 known = setup.finished(task)
                 say(f"[{number}/{len(plan.tasks)}] {task.title}{': finished before' if known is not None else ''}")
                 try:
-                    outcomes.append(Outcome(task, task.complete(setup), setup.folder(task)))
+                    result = task.execute(setup) if known is None else known
+                    outcomes.append(Outcome(task, result, setup.folder(task)))
                 except (Diverged, TaskFailed) as error:
                     found.problems[task.title] = str(error)
                     say(f"{error}\n{error.diagnosis}" if isinstance(error, Diverged) else str(error))

@@ -36,10 +36,9 @@ class StabilityAnalysis(Task):
 
         dataset = data.load(self.dataset, setup.data_root)
         batch = dataset.split("test").take(torch.arange(self.num_images))
-        size = {"num_classes": dataset.num_classes, "in_channels": dataset.channels, "image_size": dataset.image_size}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
-            model = create_model(self.model, **size, **self.options)
+            model = create_model(self.model, **dataset.network_options, **self.options)
         found = analyze(model, data.standardise(batch.images, dataset), batch.labels, seed=self.seed)
         depths, growth = found.lyapunov.over_depth()
         values = torch.cat(list(found.spectra.values()))

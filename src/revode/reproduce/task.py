@@ -103,10 +103,6 @@ class Task:
         text = json.dumps([type(self).__name__, self.identity()], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:8]
 
-    def complete(self, setup: Setup) -> dict[str, Any]:
-        """The result, found or made."""
-        return setup.finished(self) or self.execute(setup)
-
     def execute(self, setup: Setup) -> dict[str, Any]:
         """Measure under the directory's lock, and keep the numbers with what they depend on."""
         folder = setup.folder(self)
@@ -124,9 +120,7 @@ class Task:
 
 def forward_flops(model: str, dataset: str, options: dict[str, Any]) -> int:
     """Floating-point operations of one image's forward pass."""
-    info = data.describe(dataset)
-    size = {"in_channels": info.channels, "image_size": info.image_size}
-    return _flops(model, json.dumps(options | size, sort_keys=True))
+    return _flops(model, json.dumps(options | data.describe(dataset).network_options, sort_keys=True))
 
 
 @functools.cache

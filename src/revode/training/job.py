@@ -48,11 +48,7 @@ def network_options(config: Config, info: data.DatasetInfo) -> dict[str, Any]:
             f"`revode train` trains classifiers of whole images, and {settings.name} scores every point: "
             "examples/volumes.py shows how to train it"
         )
-    options: dict[str, Any] = {
-        "num_classes": info.num_classes,
-        "in_channels": info.channels,
-        "image_size": info.image_size,
-    }
+    options: dict[str, Any] = {**info.network_options}
     if "name" in settings.options:
         raise ValueError(
             "options has name, which is not an option: name the network itself, as in `revode train MODEL`"
