@@ -10,12 +10,11 @@ a file of it.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import hashlib
 import io
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Concatenate, ParamSpec
 
 INK = "#7d7f84"
@@ -30,34 +29,35 @@ Points = tuple[Sequence[float], Sequence[float]]
 P = ParamSpec("P")
 
 
-@contextlib.contextmanager
-def chart_style() -> Iterator[None]:
-    """The style of all figures."""
-    import matplotlib
-    from cycler import cycler
+STYLE: dict[str, Any] = {
+    "figure.figsize": (5.4, 3.3),
+    "figure.constrained_layout.use": True,
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    "savefig.facecolor": "none",
+    "legend.frameon": False,
+    "legend.fontsize": "small",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.25,
+    "grid.linewidth": 0.6,
+    "lines.linewidth": 1.8,
+    "font.size": 11.0,
+    "axes.titlesize": 11.5,
+    "axes.prop_cycle": f"cycler(color={COLOURS})",
+    "svg.fonttype": "none",
+    "svg.hashsalt": "revode",
+    **{f"{name}color": INK for name in ("text.", "axes.edge", "axes.label", "xtick.", "ytick.", "grid.")},
+}
+"""Of all figures, as settings of matplotlib."""
 
-    settings: Any = {
-        "figure.figsize": (5.4, 3.3),
-        "figure.constrained_layout.use": True,
-        "figure.facecolor": "none",
-        "axes.facecolor": "none",
-        "savefig.facecolor": "none",
-        "legend.frameon": False,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.grid": True,
-        "grid.alpha": 0.25,
-        "grid.linewidth": 0.6,
-        "lines.linewidth": 1.8,
-        "font.size": 11.0,
-        "axes.titlesize": 11.5,
-        "axes.prop_cycle": cycler(color=COLOURS),
-        "svg.fonttype": "none",
-        "svg.hashsalt": "revode",
-        **{f"{name}color": INK for name in ("text.", "axes.edge", "axes.label", "xtick.", "ytick.", "grid.")},
-    }
-    with matplotlib.rc_context(settings):
-        yield
+
+def chart_style() -> AbstractContextManager[None]:
+    """Inside, matplotlib draws in the style of all figures."""
+    import matplotlib
+
+    return matplotlib.rc_context(STYLE)
 
 
 def chart(**options: Any) -> Callable[[Callable[Concatenate[Any, P], None]], Callable[P, str]]:
@@ -83,11 +83,7 @@ def chart(**options: Any) -> Callable[[Callable[Concatenate[Any, P], None]], Cal
 
 
 def svg(figure: Any) -> str:
-    """A matplotlib figure as SVG markup to stand inside a page.
-
-    The same figure always gives the same markup; its ids start with a digest of it, so that two figures on one page do not
-    refer to each other's parts.
-    """
+    """A matplotlib figure as SVG markup to stand inside a page; the same figure always gives the same markup."""
     stream = io.StringIO()
     with chart_style():
         figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None})
@@ -97,13 +93,7 @@ def svg(figure: Any) -> str:
     # Its style applies to the whole page; the page has the same rule for figures only.
     markup = re.sub(r"<style[^>]*>.*?</style>", "", markup, flags=re.DOTALL)
     markup = re.sub(r'\sxmlns(:\w+)?="[^"]*"', "", markup)
-    markup = markup.replace(INK, "currentColor")
-    return prefix_ids(markup, f"s{hashlib.sha256(markup.encode()).hexdigest()[:8]}-").strip()
-
-
-def prefix_ids(markup: str, prefix: str) -> str:
-    """Put `prefix` before every id and every reference to one."""
-    return re.sub(r'(\bid="|url\(#|href="#)', lambda match: match[0] + prefix, markup)
+    return markup.replace(INK, "currentColor").strip()
 
 
 def standalone(markup: str) -> str:
@@ -128,17 +118,6 @@ def plain_numbers(axis: Any, values: Sequence[float]) -> None:
         short = FuncFormatter(lambda value, _: f"{value:g}")
         axis.set_major_formatter(short)
         axis.set_minor_formatter(short if ratio < 10 else "")
-
-
-def mark_values(axes: Any, values: Sequence[float]) -> None:
-    """Put a logarithmic x axis with these values, and no others, on it."""
-    from matplotlib.ticker import NullLocator
-
-    ticks = sorted(set(values))
-    if len(ticks) > 1:
-        axes.set_xscale("log")
-    axes.set_xticks(ticks, [f"{value:g}" for value in ticks], fontsize=9)
-    axes.xaxis.set_minor_locator(NullLocator())
 
 
 @chart()
@@ -184,15 +163,18 @@ def lines(
         axes.axhline(height, color=COLOURS[4], linewidth=1.2, label=name)
         axes.set_ylim(bottom=0.0)
     if log_x:
-        mark_values(axes, [value for x, _ in series.values() for value in x])
+        ticks = sorted({value for x, _ in series.values() for value in x})
+        axes.set_xscale("log" if len(ticks) > 1 else "linear")
+        axes.set_xticks(ticks, [f"{value:g}" for value in ticks], fontsize=9)
+        axes.set_xticks([], minor=True)
     if log_y:
         axes.set_yscale("log")
         plain_numbers(axes.yaxis, [value for _, y in series.values() for value in y])
     if len(series) > 3:  # too many to leave room for the curves
         axes.figure.set_figheight(axes.figure.get_figheight() + 0.11 * len(series))
-        axes.figure.legend(fontsize="small", loc="outside lower center", ncols=2)
+        axes.figure.legend(loc="outside lower center", ncols=2)
     elif len(series) > 1:
-        axes.legend(fontsize="small")
+        axes.legend()
 
 
 @chart()
@@ -239,7 +221,7 @@ def bars(
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
     if name:
-        axes.figure.legend(fontsize="small", loc="outside lower center", ncols=2)
+        axes.figure.legend(loc="outside lower center", ncols=2)
 
 
 def pictures(rows: Sequence[Sequence[tuple[Any, str]]]) -> str:
@@ -294,4 +276,4 @@ def eigenvalues(axes: Any, series: Mapping[str, Points]) -> None:
     radius = max(abs(value) for _, imaginary in series.values() for value in imaginary)
     wide = max(1.15 * reach, 0.25 * radius, 1e-9)
     axes.set(xlabel="Re λ, 1/time", ylabel="Im λ, 1/time", xlim=(-wide, wide))
-    axes.legend(fontsize="small")
+    axes.legend()

@@ -19,7 +19,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from revode.charts import prefix_ids
 from revode.files import write_atomically
 
 _TEMPLATE = Path(__file__).with_name("page.html")
@@ -72,17 +71,12 @@ class Page:
             alt: The same for a reader who cannot see it.
         """
         number = sum(block["kind"] == "figure" for block in self._blocks) + 1
-        svg = prefix_ids(svg, f"f{number}-")
+        svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>f{number}-", svg)  # figures do not refer to each other's parts
         svg = svg.replace("<svg ", f'<svg role="img" aria-label="{html.escape(alt)}" ', 1)
         self._add("figure", svg=svg, caption=caption)
 
     def details(self, summary: str, text: str) -> None:
-        """Add text that opens on a click; its line breaks and spaces are kept.
-
-        Args:
-            summary: The line always shown.
-            text: The rest.
-        """
+        """Add text that opens on a click of its summary; its line breaks and spaces are kept."""
         self._add("details", summary=summary, text=text)
 
     def render(self) -> str:
