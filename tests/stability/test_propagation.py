@@ -13,7 +13,7 @@ from revode.stability import (
     noise_sensitivity,
     signal_propagation,
 )
-from revode.stability.energy import antiderivative
+from revode.stability.propagation import antiderivative
 from revode.stability.walk import analysis_copy, walk
 
 

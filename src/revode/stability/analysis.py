@@ -12,20 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from revode.engine import ReversibleSequence
 from revode.stability.bounds import LayerBound, largest_usage, step_bounds
-from revode.stability.energy import Energy, hamiltonian_energy
 from revode.stability.lyapunov import Lyapunov, finite_size_growth, lyapunov_exponents
 from revode.stability.propagation import (
+    Energy,
     Propagation,
     Sensitivity,
     adversarial_sensitivity,
+    hamiltonian_energy,
     noise_sensitivity,
     signal_propagation,
 )
 from revode.stability.reversibility import Drift, drift, reconstruction_profile
-from revode.stability.spectra import unit_spectra
-from revode.stability.walk import analysis_copy, calibrate_batch_norm, reversible_units, unit_input, unit_states
+from revode.stability.spectra import Spectrum, unit_spectra
+from revode.stability.walk import analysis_copy, calibrate_batch_norm, reversible_units, steps_of, unit_inputs
 
 CHUNK = 8
 """Images that are worked on at a time where memory grows with depth or with the number of tangents."""
@@ -72,11 +72,6 @@ class Analysis:
     seconds: float
 
     @property
-    def num_steps(self) -> int:
-        """Steps of all units."""
-        return self.lyapunov.places[-1].depth
-
-    @property
     def tightest(self) -> LayerBound | None:
         """The step that uses most of its bound."""
         return largest_usage(self.bounds)
@@ -99,7 +94,7 @@ class Analysis:
     @property
     def axis_distance(self) -> float:
         """The largest max |Re λ| / max |λ| of all spectra."""
-        return max(float(v.real.abs().max() / v.abs().max().clamp_min(1e-300)) for v in self.spectra.values())
+        return max(Spectrum(values, len(values), "dense").axis_distance for values in self.spectra.values())
 
     def to_dict(self) -> dict[str, Any]:
         """The numbers, for JSON; what is not finite becomes None."""
@@ -108,7 +103,7 @@ class Analysis:
             {
                 "model": self.name,
                 "layers": self.num_layers,
-                "steps": self.num_steps,
+                "steps": self.lyapunov.places[-1].depth,
                 "images": self.num_images,
                 "time": self.lyapunov.time,
                 "perturbation_growth": self.lyapunov.growth,
@@ -170,8 +165,7 @@ def analyze(
     began = time.perf_counter()
     if len(images) == 0:
         raise ValueError("the analysis needs at least one image")
-    copied = analysis_copy(model, torch.float32)
-    images = images.float()
+    copied, images = analysis_copy(model, torch.float32), images.float()
     num_calibrated = calibrate_batch_norm(copied, images)
     few = images[:CHUNK]
     note("perturbations")
@@ -185,11 +179,15 @@ def analyze(
     signals = signal_propagation(copied, images, labels, chunk=CHUNK)
     energy = hamiltonian_energy(copied, few, dtype=torch.float32)
     note("reversing")
-    profiles, drifts = _reversing(copied, few[:2])
+    entrances = unit_inputs(copied, few[:2])
+    deepest, x = max(entrances, key=lambda entrance: len(entrance[0].fields))
+    num_steps = len(steps_of(deepest))
+    depths = sorted({max(1, num_steps // 4), max(1, num_steps // 2), num_steps})
+    profiles, drifts = [reconstruction_profile(*entrance) for entrance in entrances], drift(deepest, x, depths=depths)
     note("sensitivity")
     half, half_labels = images[: 2 * CHUNK], None if labels is None else labels[: 2 * CHUNK]
     return Analysis(
-        name=name or _name_of(model),
+        name=name or str(getattr(getattr(model, "config", None), "name", type(model).__name__)),
         num_layers=int(getattr(model, "num_layers", 0)) or lyapunov.places[-1].depth,
         num_images=len(images),
         num_calibrated=num_calibrated,
@@ -206,19 +204,3 @@ def analyze(
         adversary=adversarial_sensitivity(copied, half, half_labels, chunk=CHUNK),
         seconds=time.perf_counter() - began,
     )
-
-
-def _name_of(model: nn.Module) -> str:
-    return str(getattr(getattr(model, "config", None), "name", type(model).__name__))
-
-
-def _reversing(model: nn.Module, images: Tensor) -> tuple[list[list[float]], list[Drift]]:
-    """The reconstruction profile of every unit, and the drift of the deepest one over depth, dtype and grid."""
-    entrances: list[tuple[ReversibleSequence, Tensor]] = [
-        (unit, unit_input(unit, states[0])) for unit, states in unit_states(model, images)
-    ]
-    profiles = [reconstruction_profile(unit, x) for unit, x in entrances]
-    deepest, x = max(entrances, key=lambda entry: len(entry[0].fields))
-    num_steps = len(deepest.fields) // deepest.scheme.fields_per_step
-    depths = sorted({max(1, num_steps // 4), max(1, num_steps // 2), num_steps})
-    return profiles, drift(deepest, x, depths=depths)

@@ -52,12 +52,10 @@ class Norm:
     Attributes:
         lower: attained by a vector, so never above the norm (to round-off).
         upper: never below the norm, with probability 1 - `FAILURE` over the random start.
-        steps: products with K'K that it took.
     """
 
     lower: float
     upper: float
-    steps: int
 
 
 def lanczos_steps(size: int, tolerance: float) -> int:
@@ -87,15 +85,15 @@ def largest_singular_value(
         with torch.no_grad():
             return adjoint(product(v.to(like).reshape(like.shape))).flatten().cpu().to(torch.float64)
 
-    largest, taken, exhausted = _lanczos(gram, start, lanczos_steps(like.numel(), tolerance))
+    largest, exhausted = _lanczos(gram, start, lanczos_steps(like.numel(), tolerance))
     lower = math.sqrt(max(largest, 0.0))
     slack = 1e-9 if like.dtype == torch.float64 else 1e-5
     upper = lower * (1.0 + slack) if exhausted else lower / (1.0 - tolerance)
-    return Norm(lower, upper, taken)
+    return Norm(lower, upper)
 
 
-def _lanczos(gram: Callable[[Tensor], Tensor], v: Tensor, steps: int) -> tuple[float, int, bool]:
-    """The largest Ritz value of a symmetric map, the steps taken, and whether the Krylov space was exhausted."""
+def _lanczos(gram: Callable[[Tensor], Tensor], v: Tensor, steps: int) -> tuple[float, bool]:
+    """The largest Ritz value of a symmetric map, and whether the Krylov space was exhausted."""
     v = v / torch.linalg.vector_norm(v)
     basis = torch.empty(steps, v.numel(), dtype=v.dtype)
     alphas: list[float] = []
@@ -116,7 +114,7 @@ def _lanczos(gram: Callable[[Tensor], Tensor], v: Tensor, steps: int) -> tuple[f
     offdiagonal = torch.tensor(betas[: len(alphas) - 1], dtype=torch.float64)
     tridiagonal = torch.diag(torch.tensor(alphas, dtype=torch.float64))
     tridiagonal += torch.diag(offdiagonal, 1) + torch.diag(offdiagonal, -1)
-    return float(torch.linalg.eigvalsh(tridiagonal)[-1]), len(alphas), exhausted
+    return float(torch.linalg.eigvalsh(tridiagonal)[-1]), exhausted
 
 
 def operator_norm(operator: LinearOperator, shape: Sequence[int], *, tolerance: float = 0.01, seed: int = 0) -> Norm:

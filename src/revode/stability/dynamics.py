@@ -48,9 +48,7 @@ def right_hand_side(scheme: Scheme, fields: Sequence[Field]) -> Callable:
 
         def pair(state: State) -> State:
             y, z = state
-            y_dot = gains[0] / h * first(z)
-            z_dot = gains[1] / h * second(y)
-            return (y_dot, z_dot) if not friction else (y_dot - friction / h * y, z_dot - friction / h * z)
+            return gains[0] / h * first(z) - friction / h * y, gains[1] / h * second(y) - friction / h * z
 
         return pair
     (field,) = fields

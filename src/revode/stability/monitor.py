@@ -76,15 +76,9 @@ class StabilityMonitor:
 
     def _images(self, model: nn.Module) -> Tensor:
         if self.images is None:
-            self.images = random_images(model, self.num_images)
-        device = next(model.parameters()).device
-        return self.images[: self.num_images].to(device)
-
-
-def random_images(model: nn.Module, num_images: int, seed: int = 0) -> Tensor:
-    """Standard normal images of the size that the model's config names."""
-    config: Any = getattr(model, "config", None)
-    if config is None:
-        raise ValueError(f"{type(model).__name__} does not say the size of its input: give the monitor images")
-    shape = (num_images, config.in_channels, config.image_size, config.image_size)
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+            config: Any = getattr(model, "config", None)
+            if config is None:
+                raise ValueError(f"{type(model).__name__} does not say the size of its input: give the monitor images")
+            shape = (self.num_images, config.in_channels, config.image_size, config.image_size)
+            self.images = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        return self.images[: self.num_images].to(next(model.parameters()).device)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from revode.engine import ReversibleSequence
 from revode.schemes import AdditiveCoupling, State
 from revode.stability.dynamics import amplification, step_map
-from revode.stability.walk import members, prepared, unit_input, unit_states
+from revode.stability.walk import members, prepared, unit_inputs
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,7 @@ def reconstruction_error(sequence: ReversibleSequence, x: Tensor) -> float:
 
 def unit_reconstruction_errors(model: nn.Module, images: Tensor) -> list[float]:
     """The relative reconstruction error of every unit on its own input, in the model's dtype."""
-    states = unit_states(*prepared(model, images, None))
-    return [reconstruction_error(resized(unit), unit_input(unit, entrance[0])) for unit, entrance in states]
+    return [reconstruction_error(resized(unit), x) for unit, x in unit_inputs(*prepared(model, images, None))]
 
 
 def reconstruction_profile(sequence: ReversibleSequence, x: Tensor) -> list[float]:

@@ -97,22 +97,18 @@ def analysis_copy(model: nn.Module, dtype: torch.dtype | None = torch.float64) -
 
 @torch.no_grad()
 def calibrate_batch_norm(model: nn.Module, images: Tensor) -> int:
-    """Give batch norms that have seen no data the statistics of `images`; returns how many there were.
+    """Give batch norms of an `analysis_copy` that have seen no data the statistics of `images`; returns their number.
 
     Untrained running statistics (mean 0, variance 1) normalise nothing, and the network would not be the one that trains.
     """
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     fresh = [norm for norm in norms if norm.num_batches_tracked is not None and not int(norm.num_batches_tracked)]
-    if not fresh:
-        return 0
-    momenta = [norm.momentum for norm in fresh]
     for norm in fresh:
         norm.train()
         norm.momentum = 1.0
-    model(images)
-    for norm, momentum in zip(fresh, momenta, strict=True):
-        norm.eval()
-        norm.momentum = momentum
+    if fresh:
+        model(images)
+        model.eval()
     return len(fresh)
 
 
@@ -180,6 +176,14 @@ def unit_states(model: nn.Module, images: Tensor) -> list[tuple[ReversibleSequen
     return found
 
 
+def unit_inputs(model: nn.Module, images: Tensor) -> list[tuple[ReversibleSequence, Tensor]]:
+    """Every unit with its input, as the one tensor that ``unit(x)`` takes."""
+    return [
+        (unit, unit.scheme.readout(cast(State, parts), unit.split_dim) if unit.scheme.splits else parts[-1])
+        for unit, (parts, *_) in unit_states(model, images)
+    ]
+
+
 def members(state: OpenState) -> Parts:
     """The tensors of a state: two, or one before a scheme on one tensor has started."""
     return (state[1],) if state[0] is None else (state[0], state[1])
@@ -202,8 +206,3 @@ def unflatten_state(unit: ReversibleSequence | None, vector: Tensor, like: Parts
     """The inverse of `flatten_state`."""
     pieces = (vector / pair_scale(unit, like)).split([part[0].numel() for part in like], dim=1)
     return tuple(piece.reshape(part.shape) for piece, part in zip(pieces, like, strict=True))
-
-
-def unit_input(unit: ReversibleSequence, parts: Parts) -> Tensor:
-    """A unit's entrance as the one tensor that ``unit(x)`` takes."""
-    return unit.scheme.readout(cast(State, parts), unit.split_dim) if unit.scheme.splits else parts[-1]
