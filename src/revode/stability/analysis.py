@@ -172,7 +172,7 @@ def analyze(
     lyapunov = lyapunov_exponents(copied, images, k=k, dtype=torch.float32, seed=seed, chunk=CHUNK)
     finite = finite_size_growth(copied, few, seed=seed)
     note("step bounds")
-    bounds = step_bounds(copied, few, tolerance=0.02, dtype=torch.float32, seed=seed)
+    bounds = step_bounds(copied, few, tolerance=0.02, dtype=torch.float32)
     note("spectra")
     spectra = unit_spectra(copied, few)
     note("signals, gradients, energy")

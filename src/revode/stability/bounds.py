@@ -117,17 +117,16 @@ def _lanczos(gram: Callable[[Tensor], Tensor], v: Tensor, steps: int) -> tuple[f
     return float(torch.linalg.eigvalsh(tridiagonal)[-1]), exhausted
 
 
-def operator_norm(operator: LinearOperator, shape: Sequence[int], *, tolerance: float = 0.01, seed: int = 0) -> Norm:
+def operator_norm(operator: LinearOperator, shape: Sequence[int], *, tolerance: float = 0.01) -> Norm:
     """|K| of an operator on one sample.
 
     Args:
         operator: K.
         shape: of one sample of its input, without the batch.
         tolerance: relative width of the interval.
-        seed: of the random start.
     """
     like = operator.weight.new_zeros(1, *shape)
-    return largest_singular_value(operator, operator.adjoint, like, tolerance=tolerance, seed=seed)
+    return largest_singular_value(operator, operator.adjoint, like, tolerance=tolerance)
 
 
 def schur_norm(operator: LinearOperator) -> float:
@@ -182,7 +181,6 @@ def step_bounds(
     *,
     tolerance: float = 0.01,
     dtype: torch.dtype = torch.float64,
-    seed: int = 0,
 ) -> list[LayerBound]:
     """The bound on h of every step of every unit, on a copy of the model.
 
@@ -192,7 +190,6 @@ def step_bounds(
             first image's).
         tolerance: relative tolerance of the norms; a bound errs on the safe side by at most that.
         dtype: of the products; float32 is faster and good for five digits.
-        seed: of the norms' random starts.
 
     Returns:
         One entry a step; none for units whose scheme has no bound (RevNet).
@@ -204,25 +201,24 @@ def step_bounds(
         if limit is None:
             continue
         for step, fields in enumerate(steps_of(unit)):
-            *radii, basis = _radii(unit.scheme, fields, states[step], tolerance, seed)
+            *radii, basis = _radii(unit.scheme, fields, states[step], tolerance)
             sharp, cheap = (limit / radius if radius > 0.0 else math.inf for radius in radii)
             flipped = any(_flips(module) for field in fields for module in field.modules())
             bounds.append(LayerBound(number, step, unit.scheme.h, sharp, min(cheap, sharp), basis, flipped))
     return bounds
 
 
-def suggest_h(model: nn.Module, images: Tensor, *, safety: float = 0.9, tolerance: float = 0.01) -> float:
+def suggest_h(model: nn.Module, images: Tensor, *, safety: float = 0.9) -> float:
     """The largest step size that keeps every layer within `safety` of its bound.
 
     Args:
         model: a network with reversible units.
         images: its inputs.
         safety: fraction of the bound to use, in (0, 1].
-        tolerance: relative tolerance of the norms.
     """
     if not 0.0 < safety <= 1.0:
         raise ValueError(f"safety must lie in (0, 1], got {safety!r}")
-    bounds = step_bounds(model, images, tolerance=tolerance)
+    bounds = step_bounds(model, images)
     if not bounds:
         raise ValueError("no h can be suggested: the scheme of this network has no step size with a bound")
     smallest = min(bound.sharp for bound in bounds)
@@ -231,16 +227,14 @@ def suggest_h(model: nn.Module, images: Tensor, *, safety: float = 0.9, toleranc
     return safety * smallest
 
 
-def _radii(
-    scheme: Scheme, fields: list[nn.Module], state: Parts, tolerance: float, seed: int
-) -> tuple[float, float, str]:
+def _radii(scheme: Scheme, fields: list[nn.Module], state: Parts, tolerance: float) -> tuple[float, float, str]:
     """Two bounds on the spectral radius of the ODE's Jacobian, sharp and cheap, and what they hold for."""
     inputs = [state[-1]]
     if scheme.splits:
         inputs.append(scheme.step((state[0], state[1]), fields[0])[1])
 
     def norm(product: Apply, adjoint: Apply, like: Tensor) -> float:
-        return largest_singular_value(product, adjoint, like, tolerance=tolerance, seed=seed).upper
+        return largest_singular_value(product, adjoint, like, tolerance=tolerance).upper
 
     def radius(norms: list[float]) -> float:
         return norms[0] if is_first_order(scheme) else math.sqrt(math.prod(norms))

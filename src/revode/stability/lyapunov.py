@@ -27,14 +27,15 @@ class Lyapunov:
     Attributes:
         places: where growth was measured, in order.
         log_growth: growth between one place and the next, shape (places, k).
-        totals: growth over all places of each image, shape (images, k).
-        time: the sum of h over all steps.
     """
 
     places: list[Place]
     log_growth: Tensor
-    totals: Tensor
-    time: float
+
+    @property
+    def time(self) -> float:
+        """The sum of h over all steps."""
+        return self.places[-1].time
 
     @property
     def cumulative(self) -> Tensor:
@@ -110,7 +111,7 @@ def lyapunov_of_maps(
                 logs.append(log)
     if not logs:
         raise ValueError(f"burn_in={burn_in} leaves no map to measure")
-    return _collected(places, torch.stack(logs))
+    return Lyapunov(places, torch.stack(logs).double().mean(2))
 
 
 def lyapunov_exponents(
@@ -153,7 +154,7 @@ def lyapunov_exponents(
         with _tangents():
             walk(model, _with_frame(images[start : start + chunk], k, seed + start), visit)
         growth.append(torch.stack(logs))
-    return _collected(places, torch.cat(growth, 2))
+    return Lyapunov(places, torch.cat(growth, 2).double().mean(2))
 
 
 @contextlib.contextmanager
@@ -179,27 +180,18 @@ def _renewed(unit: ReversibleSequence | None, parts: Parts, k: int) -> tuple[Par
     return tuple(map(forward_ad.make_dual, values, renewed)), log
 
 
-def _collected(places: list[Place], logs: Tensor) -> Lyapunov:
-    """Of the logarithms of all places, shape (places, k, images)."""
-    logs = logs.double()
-    return Lyapunov(places, logs.mean(2), logs.sum(0).t(), places[-1].time)
-
-
-def finite_size_growth(
-    model: nn.Module, images: Tensor, *, size: float = 1e-4, dtype: torch.dtype = torch.float64, seed: int = 0
-) -> Lyapunov:
+def finite_size_growth(model: nn.Module, images: Tensor, *, size: float = 1e-4, seed: int = 0) -> Lyapunov:
     """The growth of a perturbation of finite size: two trajectories, no derivatives; a check on `lyapunov_exponents`.
 
     Args:
         model: a network with reversible units.
         images: its inputs.
         size: norm of the perturbation as a fraction of each image's norm.
-        dtype: of the computation.
         seed: of the direction, which is the first of `lyapunov_exponents`'s for the same seed.
     """
     if not size > 0.0:
         raise ValueError(f"size must be a positive fraction of the input's norm, got {size!r}")
-    model, images = prepared(model, images, dtype)
+    model, images = prepared(model, images)
     scale = size * torch.linalg.vector_norm(images.flatten(1), dim=1)
     step = random_frame(images, 1, seed)[0] * scale[:, None]
     places: list[Place] = []
@@ -212,4 +204,4 @@ def finite_size_growth(
 
     with torch.no_grad():
         walk(model, torch.cat((images, images + step.reshape(images.shape))), visit)
-    return _collected(places, torch.stack(distances).diff(dim=0)[:, None])
+    return Lyapunov(places, torch.stack(distances).diff(dim=0).mean(1, keepdim=True))

@@ -11,7 +11,7 @@ integrator's doing, and no bound on h removes it. Smooth weights and small steps
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,14 +54,9 @@ class Propagation:
 
 
 def signal_propagation(
-    model: nn.Module,
-    images: Tensor,
-    labels: Tensor | None = None,
-    *,
-    chunk: int = 8,
-    dtype: torch.dtype | None = None,
+    model: nn.Module, images: Tensor, labels: Tensor | None = None, *, chunk: int = 8
 ) -> Propagation:
-    """Norm of signal and gradient at every depth, on a copy of the model.
+    """Norm of signal and gradient at every depth, on a copy of the model in its own dtype.
 
     The loss is the cross entropy with `labels` (the network's own predictions unless given); for a module whose output is
     not a batch of class scores, the product with fixed random numbers.
@@ -71,17 +66,18 @@ def signal_propagation(
         images: its inputs.
         labels: their classes.
         chunk: images at a time; every activation of these is kept.
-        dtype: of the computation; the model's own unless given.
     """
-    model, images = prepared(model, images, dtype)
-    places: list[Place] = []
-    norms = []
-    for start in range(0, len(images), chunk):
-        part = None if labels is None else labels[start : start + chunk]
-        places, found = _norms(model, images[start : start + chunk], part)
-        norms.append(found)
-    signal, gradient = torch.cat(norms, 2).double().log().mean(2).exp().unbind(1)
+    model, images = prepared(model, images, None)
+    found = [_norms(model, part, own) for part, own in _chunks(images, labels, chunk)]
+    places, norms = found[0][0], torch.cat([norms for _, norms in found], 2)
+    signal, gradient = norms.double().log().mean(2).exp().unbind(1)
     return Propagation(places, signal, gradient)
+
+
+def _chunks(images: Tensor, labels: Tensor | None, chunk: int) -> Iterator[tuple[Tensor, Tensor | None]]:
+    for start in range(0, len(images), chunk):
+        own = slice(start, start + chunk)
+        yield images[own], None if labels is None else labels[own]
 
 
 def _norms(model: nn.Module, images: Tensor, labels: Tensor | None) -> tuple[list[Place], Tensor]:
@@ -259,10 +255,10 @@ def adversarial_sensitivity(
     """
     model, images = prepared(model, images, None)
     direction = []
-    for start in range(0, len(images), chunk):
-        x = images[start : start + chunk].detach().clone().requires_grad_()
+    for part, own in _chunks(images, labels, chunk):
+        x = part.detach().clone().requires_grad_()
         with torch.enable_grad():
-            loss = _loss(model(x), None if labels is None else labels[start : start + chunk])
+            loss = _loss(model(x), own)
             direction.append(torch.autograd.grad(loss, x)[0].sign())
     return _answers(model, images, torch.cat(direction), "fgsm", sizes)
 

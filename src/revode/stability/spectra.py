@@ -143,7 +143,6 @@ def spectrum(
     *,
     k: int | None = None,
     dense_limit: int = DENSE_LIMIT,
-    seed: int = 0,
 ) -> Spectrum:
     """Eigenvalues of the Jacobian of `function` at `state`.
 
@@ -156,7 +155,6 @@ def spectrum(
         state: where to linearise; use float64 for results to round-off.
         k: how many eigenvalues to compute matrix-free; 20 when the state is large and none is given.
         dense_limit: largest dimension for the dense method.
-        seed: of Arnoldi's starting vector.
     """
     jacobian = Jacobian(function, state)
     size, inputs = jacobian.shape
@@ -168,13 +166,13 @@ def spectrum(
         k = 20 if k is None else k
         if not 1 <= k < size - 1:
             raise ValueError(f"k must lie between 1 and {size - 2} for a state of {size} numbers, got {k!r}")
-        largest = _arnoldi(jacobian, k, "LM", seed, restarts=60)
-        rightmost = _arnoldi(jacobian, min(k, 4), "LR", seed, restarts=10)
+        largest = _arnoldi(jacobian, k, "LM", restarts=60)
+        rightmost = _arnoldi(jacobian, min(k, 4), "LR", restarts=10)
         values, method = torch.cat([largest, rightmost]), "matrix-free"
     return Spectrum(values[torch.argsort(values.abs(), descending=True)], size, method)
 
 
-def _arnoldi(jacobian: Jacobian, k: int, which: str, seed: int, restarts: int) -> Tensor:
+def _arnoldi(jacobian: Jacobian, k: int, which: str, restarts: int) -> Tensor:
     """The k eigenvalues that `which` asks for, or those of them that converged.
 
     On a spectrum along the imaginary axis no real part is the largest, and the search for it ends without one.
@@ -188,7 +186,7 @@ def _arnoldi(jacobian: Jacobian, k: int, which: str, seed: int, restarts: int) -
         return jacobian.matvec(torch.as_tensor(v)).double().numpy()
 
     size = jacobian.shape[0]
-    start = torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).numpy()
+    start = torch.randn(size, generator=torch.Generator().manual_seed(0), dtype=torch.float64).numpy()
     operator: Any = linalg.LinearOperator(jacobian.shape, matvec=product, dtype="float64")  # pyright: ignore
     basis = min(size, max(4 * k + 1, 40))
     tolerance: Any = 1e-10 if jacobian.x.dtype == torch.float64 else 1e-5
