@@ -29,7 +29,7 @@ Points = tuple[Sequence[float], Sequence[float]]
 P = ParamSpec("P")
 
 
-STYLE: dict[str, Any] = {
+STYLE: dict[Any, Any] = {
     "figure.figsize": (5.4, 3.3),
     "figure.constrained_layout.use": True,
     "figure.facecolor": "none",
