@@ -22,6 +22,7 @@ from revode.files import commit, locked, machine, read_json, versions, write_jso
 from revode.networks import create_model, describe, model_config
 from revode.networks.config import ReversibleConfig
 from revode.training.config import Config, configure
+from revode.training.job import count_steps
 from revode.training.run import RESULT
 
 
@@ -232,26 +233,24 @@ class TrainingRun(Task):
         """Images per update."""
         return self.config(Setup()).optimization.batch_size
 
+    def _count_steps(self) -> tuple[int, int]:
+        """Updates in an epoch, without the images that the recipe keeps to choose the weights on, and in all."""
+        config = self.config(Setup())
+        kept = 0 if self.hold_out else round(config.data.validation * self.num_images)
+        return count_steps(config.optimization, self.num_images - kept)
+
     @property
     def num_steps(self) -> int:
         """Updates in all."""
-        settings = self.config(Setup()).optimization
-        bounds = [settings.max_steps, settings.epochs and settings.epochs * self._steps_per_epoch]
-        return min(bound for bound in bounds if bound is not None)
-
-    @property
-    def _steps_per_epoch(self) -> int:
-        """Full batches of its images, without those that the recipe keeps to choose the weights on."""
-        config = self.config(Setup())
-        kept = 0 if self.hold_out else round(config.data.validation * self.num_images)
-        return data.num_batches(self.num_images - kept, config.optimization.batch_size)
+        return self._count_steps()[1]
 
     def flops(self) -> float:
         """Backward counts two forward passes, computing states again counts one."""
         units = 3 if model_config(self.model, **self.options).backprop == "store" else 4
         every = self.config(Setup()).record.evaluate_every
-        evaluations = max(1, self.num_steps // self._steps_per_epoch // every) if every else 1
-        images = self.num_steps * self.batch_size * units + evaluations * self.num_scored
+        per_epoch, num_steps = self._count_steps()
+        evaluations = max(1, num_steps // per_epoch // every) if every else 1
+        images = num_steps * self.batch_size * units + evaluations * self.num_scored
         return images * forward_flops(self.model, self.dataset, self.options)
 
     def execute(self, setup: Setup) -> dict[str, Any]:

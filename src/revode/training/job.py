@@ -168,9 +168,7 @@ class Job:
                 f"{self.group.world_size} processes; use a multiple of {parts}"
             )
         data.batches(len(self.train_split), settings.batch_size, seed=0, epoch=0)  # refuses what cannot be cut
-        per_epoch = data.num_batches(len(self.train_split), settings.batch_size)
-        bounds = [settings.max_steps, settings.epochs and settings.epochs * per_epoch]
-        return per_epoch, min(bound for bound in bounds if bound is not None)
+        return count_steps(settings, len(self.train_split))
 
     @property
     def sharded(self) -> bool:
@@ -263,6 +261,13 @@ def make_optimizer(model: nn.Module, config: OptimizationConfig) -> torch.optim.
     return torch.optim.SGD(
         decay_groups(model, config.weight_decay), lr=config.lr, momentum=config.momentum, nesterov=config.nesterov
     )
+
+
+def count_steps(config: OptimizationConfig, num_images: int) -> tuple[int, int]:
+    """Updates in an epoch of this many images, and in all."""
+    per_epoch = data.num_batches(num_images, config.batch_size)
+    bounds = [config.max_steps, config.epochs and config.epochs * per_epoch]
+    return per_epoch, min(bound for bound in bounds if bound is not None)
 
 
 def learning_rate(config: OptimizationConfig, step: int, num_steps: int, steps_per_epoch: int) -> float:
