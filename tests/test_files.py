@@ -15,7 +15,8 @@ def test_an_unknown_name_is_refused_with_the_nearest_and_all_choices() -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "text"), [(0, "0 B"), (999.4, "999 B"), (999.9, "1 kB"), (4.456e6, "4.46 MB"), (2.96e9, "2.96 GB")]
+    ("count", "text"),
+    [(0, "0 B"), (999.4, "999 B"), (999.9, "1 kB"), (4.456e6, "4.46 MB"), (2.96e9, "2.96 GB"), (2.5e12, "2.5 TB")],
 )
 def test_bytes_have_three_digits(count: float, text: str) -> None:
     assert human_bytes(count) == text

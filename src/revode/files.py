@@ -160,12 +160,12 @@ def nearest(name: str, choices: Iterable[str]) -> list[str]:
 
 
 def human_bytes(count: float) -> str:
-    """A number of bytes with three digits, as B, kB, MB or GB."""
-    for unit in ("B", "kB", "MB"):
+    """A number of bytes with three digits, as B, kB, MB, GB or TB."""
+    for unit in ("B", "kB", "MB", "GB"):
         if count < 999.5:
             return f"{count:.3g} {unit}"
         count /= 1000
-    return f"{count:.3g} GB"
+    return f"{count:.3g} TB"
 
 
 def human_time(seconds: float) -> str:

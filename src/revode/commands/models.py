@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import textwrap
 from typing import Any
+
+WIDTH = 80
+_WORDS = (0, 2)
+"""The columns of a bill that are words, to the left; numbers stand to the right."""
+_FLOPS = {"T": 1e12, "G": 1e9, "M": 1e6}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,46 +83,31 @@ def _print_list(as_json: bool) -> int:
 
 
 def _bill(description: dict[str, Any]) -> list[str]:
-    """The table of one network, in 80 columns; that of volumes is a little wider."""
+    """The table of one network, in 80 columns."""
+    from revode.files import human_bytes
+
     strategies = list(description["activation_bytes"])
-    prefix, unit = ("G", 1e9) if description["flops_per_image"] >= 1e11 else ("M", 1e6)
-    width = max([10, *(len(_times(part["shape"])) for part in description["stages"])]) + 1
-    line = "{:<10}{:>6}  {:<" + str(width) + "}{:>10}{:>8}" + "{:>11}" * len(strategies)
-    rows = [line.format("stage", "blocks", "output", "parameters", f"{prefix}FLOPs", *strategies)]
+    prefix, unit = next((p, u) for p, u in _FLOPS.items() if description["flops_per_image"] >= 100 * u or p == "M")
     total = description | {"name": "total", "blocks": 0, "shape": []}
+    rows = [("stage", "blocks", "output", "params", f"{prefix}FLOPs", *strategies)]
     for part in [*description["stages"], total]:
+        kept = (human_bytes(part["activation_bytes"][strategy]) for strategy in strategies)
+        flops = f"{part['flops_per_image'] / unit:,.1f}"
         rows.append(
-            line.format(
-                part["name"],
-                part["blocks"] or "",
-                _times(part["shape"]),
-                f"{part['params']:,}",
-                f"{part['flops_per_image'] / unit:,.1f}",
-                *(_bytes(part["activation_bytes"][strategy]) for strategy in strategies),
-            ).rstrip()
+            (part["name"], str(part["blocks"] or ""), _times(part["shape"]), f"{part['params']:,}", flops, *kept)
         )
-    size = _times(description["image_shape"])
-    settings = _settings(description["config"])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    gap = "  " if sum(widths) + 2 * (len(widths) - 1) <= WIDTH else " "
+    line = gap.join(f"{{:{'<' if index in _WORDS else '>'}{width}}}" for index, width in enumerate(widths))
+    names = ("scheme", "h", "horizon", "init", "activation", "norm", "transition")
+    settings = {name: description["config"].get(name) for name in names}
     return [
-        f"{description['name']}: {description['layers']} layers, images of {size}",
-        *([settings] if settings else []),
+        f"{description['name']}: {description['layers']} layers, images of {_times(description['image_shape'])}",
+        *textwrap.wrap(", ".join(f"{name}={value}" for name, value in settings.items() if value is not None), WIDTH),
         f"FLOPs of one forward image; bytes kept for backward at batch {description['batch_size']}",
         "",
-        *rows,
+        *(line.format(*row).rstrip() for row in rows),
     ]
-
-
-def _settings(config: dict[str, Any]) -> str:
-    names = ("scheme", "h", "horizon", "init", "activation", "norm", "transition")
-    return ", ".join(f"{name}={config[name]}" for name in names if config.get(name) is not None)
-
-
-def _bytes(number: int) -> str:
-    for unit in ("B", "kB", "MB"):
-        if number < 1000:
-            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
-        number /= 1000  # type: ignore[assignment]
-    return f"{number:.2f} GB"
 
 
 def _times(values: list[int]) -> str:
