@@ -45,8 +45,12 @@ $(PEERS)/.ready: benchmarks/peers.txt | $(READY)
 bench: $(READY) $(PEERS)/.ready  ## time, memory and gradient error beside other libraries; ARGS=--quick for 3 minutes
 	$(BIN)/revode bench $(ARGS)
 
-bench-docs: $(READY) $(PEERS)/.ready  ## measure everything and rewrite docs/benchmarks.md, about 20 minutes on an idle machine
+LOWER := stage-32x32 stage-16x16 stage-8x8 hamiltonian-74 hamiltonian-1202 attention-12
+
+bench-docs: $(READY) $(PEERS)/.ready  ## measure everything and rewrite docs/benchmarks.md, about an hour on an idle machine
 	$(BIN)/revode bench --extra --out docs $(ARGS)
+	$(BIN)/revode bench --extra --dtype bfloat16 $(LOWER:%=--workload %) --rows docs/benchmarks.json --out docs $(ARGS)
+	$(BIN)/python benchmarks/blocks.py docs
 	$(BIN)/python benchmarks/page.py docs
 
 clean:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from revode.bench.measure import Row
 from revode.bench.methods import PEERS
-from revode.bench.workloads import DEPTHS, STAGES
+from revode.bench.workloads import BOOKKEEPING, STAGES
 
 Values = list[tuple[str, float]]
 """(where, value) pairs; the worst decides."""
+Blocks = dict[str, dict[str, float]]
+"""Method -> workload -> seconds of a block, as benchmarks/blocks.py writes them."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +33,9 @@ class Bar:
     at_most: bool
     values: Callable[[Rows], Values]
 
-    def judge(self, rows: Sequence[Row]) -> Verdict | None:
+    def judge(self, rows: Rows) -> Verdict | None:
         """The worst value and whether it holds, or None where the rows do not say."""
-        values = self.values(Rows(rows))
+        values = self.values(rows)
         if not values:
             return None
         worst = (max if self.at_most else min)(value for _, value in values)
@@ -62,14 +64,24 @@ class Verdict:
 
 
 class Rows:
-    """Rows by workload and method."""
+    """Rows by workload, method and dtype; and the seconds of a block by method and workload."""
 
-    def __init__(self, rows: Iterable[Row]) -> None:
-        self._rows = {(row.workload, row.method): row for row in rows}
+    def __init__(self, rows: Iterable[Row], blocks: Blocks | None = None) -> None:
+        self._rows = {(row.workload, row.method, row.dtype): row for row in rows}
+        self.blocks = blocks or {}
 
-    def get(self, workload: str, method: str) -> Row | None:
+    def get(self, workload: str, method: str, dtype: str = "float32") -> Row | None:
         """The row, if it was measured."""
-        return self._rows.get((workload, method))
+        return self._rows.get((workload, method, dtype))
+
+    def ours(self) -> list[Row]:
+        """The rows of revode."""
+        return [row for row in self._rows.values() if row.method.startswith("revode")]
+
+    def best(self, workload: str, dtype: str, *methods: str) -> Row | None:
+        """The fastest row of several methods."""
+        found = [row for row in (self.get(workload, method, dtype) for method in methods) if row is not None]
+        return min(found, key=lambda row: row.seconds, default=None)
 
     def ratios(self, workloads: Iterable[str], above: str, below: str, column: str = "seconds") -> Values:
         """column(above) / column(below) on each workload that has both."""
@@ -82,8 +94,7 @@ class Rows:
 
     def fastest_peer(self, workload: str) -> Row | None:
         """The row of the fastest other library, if any was measured."""
-        peers = [row for row in (self.get(workload, name) for name in PEERS) if row is not None]
-        return min(peers, key=lambda row: row.seconds, default=None)
+        return self.best(workload, "float32", *PEERS)
 
 
 _SPEED = (*STAGES, "hamiltonian-74", "hamiltonian-1202")
@@ -93,13 +104,16 @@ def _time_over_store(*workloads: str) -> Callable[[Rows], Values]:
     return lambda rows: rows.ratios(workloads, "revode", "store")
 
 
-def _fastest_peer(rows: Rows) -> Values:
-    found: Values = []
-    for stage in STAGES:
-        ours, peer = rows.get(stage, "revode"), rows.fastest_peer(stage)
-        if ours is not None and peer is not None:
-            found.append((f"{stage} ({peer.method})", peer.seconds / ours.seconds))
-    return found
+def _fastest_peer(*workloads: str) -> Callable[[Rows], Values]:
+    def values(rows: Rows) -> Values:
+        found: Values = []
+        for workload in workloads:
+            ours, peer = rows.get(workload, "revode"), rows.fastest_peer(workload)
+            if ours is not None and peer is not None:
+                found.append((f"{workload} ({peer.method})", peer.seconds / ours.seconds))
+        return found
+
+    return values
 
 
 def _memory_over_depth(rows: Rows) -> Values:
@@ -111,10 +125,36 @@ def _memory_over_depth(rows: Rows) -> Values:
 
 
 def _time_per_block(rows: Rows) -> Values:
-    shallow, *_, deep = (rows.get(name, "revode") for name in DEPTHS)
-    if shallow is None or deep is None or shallow.block_seconds is None or deep.block_seconds is None:
-        return []
-    return [("", deep.block_seconds / shallow.block_seconds)]
+    times = list(rows.blocks.get("revode", {}).values())
+    return [("", times[-1] / times[0])] if len(times) > 1 else []
+
+
+def _syncs(rows: Rows) -> Values:
+    """The most of any row: one value in place of a hundred."""
+    found = [row.syncs for row in rows.ours() if row.syncs is not None]
+    return [(f"{len(found)} rows, at most", float(max(found)))] if found else []
+
+
+def _operations(method: str) -> Callable[[Rows], Values]:
+    def values(rows: Rows) -> Values:
+        row = rows.get("tiny-convolution", method)
+        return [] if row is None or row.operations is None else [("", row.operations[1])]
+
+    return values
+
+
+_AT_BEST = ("revode-exact", "revode-exact-compiled")
+
+
+def _lower_roofline(rows: Rows) -> Values:
+    row = rows.best("hamiltonian-74", "bfloat16", *_AT_BEST)
+    return [] if row is None else [(row.method, row.roofline)]
+
+
+def _lower_over_store(rows: Rows) -> Values:
+    ours = rows.best("hamiltonian-74", "bfloat16", *_AT_BEST)
+    store = rows.best("hamiltonian-74", "bfloat16", "store", "store-compiled")
+    return [] if ours is None or store is None else [(f"{ours.method} / {store.method}", ours.seconds / store.seconds)]
 
 
 def _roofline(rows: Rows) -> Values:
@@ -126,7 +166,8 @@ BARS = (
     Bar("hamiltonian-74, reversible / store time", 1.25, 1.15, True, _time_over_store("hamiltonian-74")),
     Bar("hamiltonian-1202, reversible / store time", 1.20, 1.10, True, _time_over_store("hamiltonian-1202")),
     Bar("each stage, reversible / store time", 1.33, 1.20, True, _time_over_store(*STAGES)),
-    Bar("each stage, fastest peer library / ours", 1.10, 1.25, False, _fastest_peer),
+    Bar("each stage, fastest peer library / ours", 1.10, 1.25, False, _fastest_peer(*STAGES)),
+    Bar("attention-12, fastest peer library / ours", 1.0, 1.1, False, _fastest_peer("attention-12")),
     Bar("torch checkpoint of each block / ours", 1.0, 1.1, False, lambda r: r.ratios(_SPEED, "checkpoint", "revode")),
     Bar(
         "bytes kept, the same checkpoint / ours",
@@ -146,10 +187,22 @@ BARS = (
     Bar("exact=True / exact=False time", 1.10, 1.05, True, lambda r: r.ratios(_SPEED, "revode-exact", "revode")),
     Bar("bare convolutions / whole step", 0.75, 0.90, False, _roofline),
     Bar("step time for a block, 1000 / 10 blocks", 1.05, 1.0, True, _time_per_block),
-    Bar("torch.compile / eager, reversible", 1.0, 0.9, True, lambda r: r.ratios(STAGES, "revode-compiled", "revode")),
+    Bar("compile=True / eager, reversible", 1.0, 0.9, True, lambda r: r.ratios(STAGES, "revode-compiled", "revode")),
+    Bar(
+        "bookkeeping of tiny branches / torch checkpoint",
+        1.0,
+        0.7,
+        True,
+        lambda rows: rows.ratios(BOOKKEEPING, "revode", "checkpoint-branches"),
+    ),
+    Bar("aten operations of a branch, Conv+BN+ReLU, backward", 22, 16, True, _operations("revode")),
+    Bar("the same with exact=True", 24, 16, True, _operations("revode-exact")),
+    Bar("device syncs in a step", 1, 0, True, _syncs),
+    Bar("bfloat16, hamiltonian-74, exact: bare convolutions / step", 0.70, 0.78, False, _lower_roofline),
+    Bar("bfloat16, hamiltonian-74: exact / store, both at their best", 1.33, 1.2, True, _lower_over_store),
 )
 
 
-def verdicts(rows: Sequence[Row]) -> list[Verdict]:
+def verdicts(rows: Rows) -> list[Verdict]:
     """Every bar that the rows can answer."""
     return [verdict for bar in BARS if (verdict := bar.judge(rows)) is not None]

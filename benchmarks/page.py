@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from bars import Rows, verdicts
+from bars import Blocks, Rows, verdicts
 
-from revode.bench.measure import SCALING_METHODS, Row
-from revode.bench.report import FIGURES, HEADER, cells, milliseconds, read, workloads_of
-from revode.bench.workloads import DEPTHS, WORKLOADS
+from revode.bench.measure import Row
+from revode.bench.report import FIGURES, HEADER, cells, milliseconds, read, tables
+from revode.bench.workloads import BOOKKEEPING, DEPTHS, NUM_TINY, WORKLOADS
 
 COMMAND = "make bench-docs"
-CAPTIONS = {
-    "memory-over-depth": "Bytes kept for backward over depth, 32 channels at 16x16; peers are points.",
-    "time-over-memory": "Time of a step over bytes kept; the line is revode with rising `memory_budget`.",
-}
 _INTRODUCTION = """# Benchmarks
 
 How long a training step (forward and backward, no optimizer) takes by each way to get the gradient, how much memory it
@@ -31,7 +28,10 @@ one process, in turn, after a warm-up; times are medians with their quartiles.
 | revode | `ReversibleSequence` as it comes |
 | revode-exact | with `exact=True` |
 | revode-budget-N | with a `memory_budget` N % of the way from what `revode` keeps to what `store` keeps |
-| revode-compiled | `compile=True` |
+| revode-compiled, revode-exact-compiled | the same with `compile=True` |
+| store-compiled | `ReversibleSequence` with `backprop="store"` and `compile=True` |
+| checkpoint-branches | `torch.utils.checkpoint` around each branch, as it comes |
+| minimal | a reversible autograd Function that records nothing, so its gradient is wrong if a branch draws random numbers |
 | memcnn, revtorch, revlib, momentumnet | the libraries of these names, in their default memory-saving mode |
 
 **saved** counts every tensor kept for backward, without parameters and input. It includes tensors that a library hides from
@@ -42,7 +42,12 @@ itself: half the bytes, and silently a wrong gradient if it was changed. **error
 |g - g64| / |g64| over all gradients of the first four samples, g64 being the stored gradient in fp64; for `revode-exact` it
 is the rounding of the states to the grid 2^-14, which changes the network a little, not a fault of its backward pass.
 **floor** is the time of the step's convolutions and matrix products, called alone on tensors of the same shapes and
-strides, over the time of the step.
+strides, over the time of the step. **ops** are aten operations of a step for each branch, forward/backward. Those of stem
+and head count, too. Compiled steps have none, since theirs are fused. **syncs** says how often a step would make a device
+wait. It is counted on a device that is only pretended, and is missing where that device cannot run the method.
+
+Rows in bfloat16 run branches under autocast, beside states and parameters in float32. Networks and stages have batch norm
+there, as in training. The other libraries do not restore autocast in backward and are left out. `revode bench --dtype bfloat16`
 
 The stage and depth workloads are additive couplings of the paper's branches with h folded into the weights, so that
 libraries that only add need no further operation. In whole networks their branches are multiplied by ±h. Schemes that a
@@ -50,26 +55,25 @@ library does not have leave it out; momentumnet is compared on its own.
 """
 
 
-def render(rows: Sequence[Row], conditions: dict[str, str], figures: Sequence[str]) -> str:
+def render(rows: Sequence[Row], conditions: dict[str, str], figures: Sequence[str], blocks: Blocks) -> str:
     """The page in Markdown."""
-    parts = [_INTRODUCTION, _conditions(conditions), _bars(rows), _floors(rows)]
-    for name in figures:
-        parts.append(f"![{CAPTIONS[name]}](figures/{name}.svg)\n\n{CAPTIONS[name]}\n")
+    found = Rows(rows, blocks)
+    parts = [_INTRODUCTION, _conditions(conditions), _bars(found), _floors(found), _bookkeeping(found)]
+    parts += [f"![{FIGURES[name][1]}](figures/{name}.svg)\n\n{FIGURES[name][1]}\n" for name in figures]
     parts.append("## Measurements\n")
-    parts.extend(_workload(name, [row for row in rows if row.workload == name]) for name in workloads_of(rows))
-    scaling = _scaling(rows)
-    return "\n".join([*parts, *([scaling] if scaling else [])])
+    parts += [_table(*table) for table in tables(rows)]
+    return "\n".join(part for part in [*parts, _scaling(blocks)] if part)
 
 
 def _conditions(conditions: dict[str, str]) -> str:
     lines = ", ".join(f"{name} {value}" for name, value in conditions.items() if name != "processor")
     return (
-        f"Regenerate this page with `{COMMAND}` (on an idle machine; about 20 minutes on 2 cores), one table with the command "
+        f"Regenerate this page with `{COMMAND}` (on an idle machine; about an hour on 2 cores), one table with the command "
         f"above it.\n\nMeasured on: {conditions['processor']}, {lines}.\n"
     )
 
 
-def _bars(rows: Sequence[Row]) -> str:
+def _bars(rows: Rows) -> str:
     lines = [verdict.cells() for verdict in verdicts(rows)]
     if not lines:
         return ""
@@ -77,11 +81,12 @@ def _bars(rows: Sequence[Row]) -> str:
     return f"## What was promised\n\nThe worst of several values decides.\n\n{table}\n"
 
 
-def _floors(rows: Sequence[Row]) -> str:
+def _floors(found: Rows) -> str:
     """What the convolutions of a step leave possible, beside what was measured."""
-    found = Rows(rows)
     lines = []
-    for name in workloads_of(rows):
+    for name in WORKLOADS:
+        if name in BOOKKEEPING:
+            continue
         store, ours, peer = found.get(name, "store"), found.get(name, "revode"), found.fastest_peer(name)
         if store is None or ours is None:
             continue
@@ -102,25 +107,38 @@ falls below the convolutions' only where storing wastes time on memory; [speed.m
 the calls. Compare "ours / store's" with "steps": the difference is everything that is not a convolution."""
 
 
-def _workload(name: str, rows: Sequence[Row]) -> str:
-    title = WORKLOADS[name].title if name in WORKLOADS else name
-    table = markdown(HEADER, [cells(row) for row in rows])
-    count = f"batch {rows[0].batch}, {rows[0].repeats} repetitions"
-    return f"### {name}\n\n{title}; {count}. `revode bench --workload {name}`\n\n{table}\n"
-
-
-def _scaling(rows: Sequence[Row]) -> str:
-    """Time of one block, over depth."""
-    found = {(row.workload, row.method): row.block_seconds for row in rows}
+def _bookkeeping(found: Rows) -> str:
+    """Microseconds of a branch whose arithmetic is next to nothing."""
+    methods = ("store", "checkpoint-branches", "minimal", "revode", "revode-exact")
     lines = []
-    for method in SCALING_METHODS:
-        times = [found.get((name, method)) for name in DEPTHS]
-        if any(time is not None for time in times):
-            lines.append([method, *("" if time is None else f"{time * 1e3:.3f}" for time in times)])
+    for name in BOOKKEEPING:
+        rows = [found.get(name, method) for method in methods]
+        if any(rows):
+            times = ("" if row is None else f"{row.seconds / NUM_TINY * 1e6:.0f}" for row in rows)
+            lines.append([WORKLOADS[name].title.partition(": ")[2], *times])
+    if not lines:
+        return ""
+    table = markdown(("µs for a branch, forward and backward", *methods), lines)
+    return f"## What is recorded around a branch\n\nBranches so small that a step is bookkeeping.\n\n{table}\n"
+
+
+def _table(heading: str, count: str, rows: Sequence[Row]) -> str:
+    name, _, title = heading.partition(": ")
+    lower = "" if rows[0].dtype == "float32" else f" --dtype {rows[0].dtype}"
+    table = markdown(HEADER, [cells(row) for row in rows])
+    return (
+        f"### {name}{lower and ', bfloat16'}\n\n{title}; {count}. `revode bench --workload {name}{lower}`\n\n{table}\n"
+    )
+
+
+def _scaling(blocks: Blocks) -> str:
+    """Time of one block, over depth."""
+    lines = [[method, *(f"{times[name] * 1e3:.3f}" for name in DEPTHS)] for method, times in blocks.items()]
     if not lines:
         return ""
     table = markdown(["method", *(f"{depth} blocks" for depth in DEPTHS.values())], lines)
-    return f"### Time of a step for each block (ms)\n\nAll depths timed in the same rounds.\n\n{table}\n"
+    command = "All depths timed in the same rounds. `.venv/bin/python benchmarks/blocks.py docs`"
+    return f"### Time of a step for each block (ms)\n\n{command}\n\n{table}\n"
 
 
 def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
@@ -130,10 +148,12 @@ def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 
 def main(folder: Path) -> None:
-    """Read benchmarks.json in `folder`, write benchmarks.md beside it."""
+    """Read benchmarks.json and blocks.json in `folder`, write benchmarks.md beside them."""
     rows, conditions = read(folder / "benchmarks.json")
     figures = [name for name in FIGURES if (folder / "figures" / f"{name}.svg").exists()]
-    (folder / "benchmarks.md").write_text(render(rows, conditions, figures), encoding="utf-8")
+    timed = folder / "blocks.json"
+    blocks = json.loads(timed.read_text(encoding="utf-8")) if timed.exists() else {}
+    (folder / "benchmarks.md").write_text(render(rows, conditions, figures, blocks), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import page
 import pytest
-from bars import BARS, verdicts
+from bars import BARS, Rows, verdicts
 
-from revode.bench import peers
+from revode.bench import methods
 from revode.bench.measure import SUMMARY, Row
-from revode.bench.report import text, write
+from revode.bench.report import replaced, text, write
 from revode.bench.workloads import WORKLOADS, Workload
 from revode.cli import main
 
@@ -34,7 +34,8 @@ def row(workload: str, method: str, seconds: float, saved: int = 1000, batch: in
         roofline=0.8,
         repeats=3,
         batch=batch,
-        block_seconds=seconds / int(workload.removeprefix("depth-")) if workload.startswith("depth-") else None,
+        operations=(7.0, 21.4),
+        syncs=0,
     )
 
 
@@ -53,10 +54,13 @@ ROWS = [
 ]
 
 
+BLOCKS = {method: dict.fromkeys(("depth-10", "depth-100", "depth-1000"), 0.001) for method in ("store", "revode")}
+
+
 def test_rows_have_the_promised_columns_and_no_null(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(peers, "find", lambda name: None)
+    monkeypatch.setattr(methods, "library", lambda name: None)
     wanted = [word for name in ("revode", "revode-exact", "memcnn", "momentumnet") for word in ("--method", name)]
     assert main([*SMALL, *wanted, "--json", "--out", str(tmp_path)]) == 0
     output = capsys.readouterr()
@@ -83,8 +87,6 @@ def test_a_failing_workload_costs_its_own_rows_only(
         return [row(workload.name, "store", 1.0)]
 
     monkeypatch.setattr("revode.bench.measure.measure", measure)
-    monkeypatch.setattr("revode.bench.footprint.Footprints.__enter__", lambda self: self)
-    monkeypatch.setattr("revode.bench.footprint.Footprints.__exit__", lambda self, *exception: None)
     assert main([*SMALL, "--workload", "momentum-8", "--json"]) == 1
     output = capsys.readouterr()
     assert [found["workload"] for found in json.loads(output.out)] == ["momentum-8"]
@@ -119,6 +121,7 @@ def test_table_fits_the_screen_without_colour() -> None:
         (["--repeats", "-1"], "repeats must be at least 1"),
         (["--batch", "0"], "--batch must be at least 1"),
         (["--layout", "rows"], "channels_last or contiguous"),
+        (["--dtype", "float16"], "float32 or bfloat16"),
         (["--rows", "no-such-file.json"], "no-such-file.json"),
     ],
 )
@@ -142,14 +145,17 @@ def test_broken_rows_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: P
 def test_page_is_written_from_rows_without_measuring(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     data = tmp_path / "rows.json"
     conditions = {"processor": "abacus", "torch": "2.13"}
-    data.write_text(json.dumps({"conditions": conditions, "rows": [found.to_dict() for found in ROWS]}))
+    data.write_text(json.dumps({"conditions": conditions, "rows": [dataclasses.asdict(found) for found in ROWS]}))
     assert main(["bench", "--rows", str(data), "--out", str(tmp_path / "docs")]) == 0
     assert capsys.readouterr().out == text(ROWS) + "\n"
+    (tmp_path / "docs" / "blocks.json").write_text(json.dumps(BLOCKS))
     page.main(tmp_path / "docs")
     written = (tmp_path / "docs" / "benchmarks.md").read_text()
     assert "abacus" in written
     assert "**missed**" in written  # hamiltonian-1202 at 1.3
     assert "| depth-10 | 8.00 | 8.00 | 1.00 | 1.00 | 1.20 | 1.20 |" in written  # floors, and steps
+    assert "| 7/21 | 0 |" in written  # operations and syncs
+    assert "| revode | 1.000 | 1.000 | 1.000 |" in written  # time of a block
     for name in ("memory-over-depth", "time-over-memory"):
         assert f"figures/{name}.svg" in written
         assert 1000 < (tmp_path / "docs" / "figures" / f"{name}.svg").stat().st_size < 100_000
@@ -157,20 +163,31 @@ def test_page_is_written_from_rows_without_measuring(capsys: pytest.CaptureFixtu
 
 def test_a_workload_is_measured_anew_among_given_rows(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     data = tmp_path / "rows.json"
-    data.write_text(json.dumps({"conditions": {"processor": "abacus"}, "rows": [found.to_dict() for found in ROWS]}))
+    data.write_text(
+        json.dumps({"conditions": {"processor": "abacus"}, "rows": [dataclasses.asdict(found) for found in ROWS]})
+    )
     assert main([*SMALL, "--method", "revode", "--rows", str(data), "--out", str(tmp_path)]) == 0
     rows = json.loads((tmp_path / "benchmarks.json").read_text())["rows"]
     stage = [found for found in rows if found["workload"] == "stage-8x8"]
     assert [found["method"] for found in stage] == ["revode"]
     assert stage[0]["seconds"] != 0.12
     assert [found for found in rows if found["workload"] != "stage-8x8"] == sorted(
-        (found.to_dict() for found in ROWS if found.workload != "stage-8x8"),
+        (json.loads(json.dumps(dataclasses.asdict(found))) for found in ROWS if found.workload != "stage-8x8"),
         key=lambda found: list(WORKLOADS).index(found["workload"]),
     )
 
 
+def test_rows_of_another_dtype_stay(tmp_path: Path) -> None:
+    lower = dataclasses.replace(ROWS[-1], dtype="bfloat16", seconds=9.0)
+    rows = replaced(ROWS, [lower])
+    assert len(rows) == len(ROWS) + 1
+    assert rows[-1] == lower
+    assert replaced(rows, [lower]) == rows
+    assert "bfloat16, batch norm" in text(rows)
+
+
 def test_bars_take_the_worst_value() -> None:
-    found = {verdict.bar.what: verdict for verdict in verdicts(ROWS)}
+    found = {verdict.bar.what: verdict for verdict in verdicts(Rows(ROWS, BLOCKS))}
     assert len(found) < len(BARS)  # nothing was compiled, for one
     assert found["hamiltonian-74, reversible / store time"].kept
     assert not found["hamiltonian-74, reversible / store time"].reached

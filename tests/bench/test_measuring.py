@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import blocks
 import profile_step as profile
 import pytest
 import torch
 
-from revode.bench import roofline
-from revode.bench.cases import Case
-from revode.bench.footprint import Footprints
-from revode.bench.measure import Settings, Spread, interleave, measure, with_block_times
+from revode.bench.cases import Case, replay
+from revode.bench.fresh import count_syncs, in_fresh_process, measure_step
+from revode.bench.measure import Settings, interleave, measure, quartiles
 from revode.bench.methods import METHODS, find
 from revode.bench.workloads import Workload
 
 
 def test_spread_is_median_and_quartiles() -> None:
-    assert Spread.of([3.0]) == Spread(3.0, 3.0, 3.0)
-    assert Spread.of([5.0, 1.0, 2.0, 4.0, 3.0]) == Spread(3.0, 2.0, 4.0)
+    assert quartiles([3.0]) == (3.0, 3.0, 3.0)
+    assert quartiles([5.0, 1.0, 2.0, 4.0, 3.0]) == (2.0, 3.0, 4.0)
 
 
 def test_every_round_holds_every_action_behind_changing_neighbours_and_then_the_rest() -> None:
@@ -41,7 +43,7 @@ def test_recorder_counts_the_convolutions_of_a_step(
     name: str, evaluations: int, spared: int, tiny_stage: Workload
 ) -> None:
     """Reversing spares K' in the first branch, behind which nothing is reversed."""
-    calls, _ = roofline.record(Case(tiny_stage, METHODS[name]))
+    calls, _ = Case(tiny_stage, METHODS[name]).record()
     forward = sum(count for call, count in calls.items() if "backward" not in str(call[0]))
     backward = sum(count for call, count in calls.items() if "backward" in str(call[0]))
     branches = 2 * tiny_stage.options["depth"]
@@ -50,22 +52,22 @@ def test_recorder_counts_the_convolutions_of_a_step(
 
 
 def test_recorded_calls_can_be_replayed(tiny: Workload) -> None:
-    calls, saved = roofline.record(Case(tiny, METHODS["revode"]))
+    calls, _ = Case(tiny, METHODS["revode"]).record()
     assert calls
-    assert saved > 0
     for call in calls:
-        roofline.replay(call)()
-    assert roofline.floor(calls, dict.fromkeys(calls, 1.0)) == sum(calls.values())
+        replay(call)()
 
 
 def test_peak_of_a_fresh_process_grows_with_the_batch_and_falls_with_the_method() -> None:
     stage = Workload(name="s", title="", kind="stage", batch=32, options={"channels": 16, "size": 32, "depth": 32})
-    with Footprints() as footprints:
-        store = footprints.measure(stage, "store", 1)["peak_bytes"]
-        revode = footprints.measure(stage, "revode", 1)["peak_bytes"]
-        with pytest.raises(RuntimeError, match="no-such-method"):
-            footprints.measure(stage, "no-such-method", 1)
-        assert footprints.measure(stage.with_batch(1), "revode", 1)["peak_bytes"] < revode  # and it still answers
+
+    def peak(workload: Workload, method: str) -> int:
+        return in_fresh_process(measure_step, workload, method, 1)["peak_bytes"]
+
+    store, revode = peak(stage, "store"), peak(stage, "revode")
+    with pytest.raises(RuntimeError, match="no-such-method"):
+        peak(stage, "no-such-method")
+    assert peak(stage.with_batch(1), "revode") < revode
     state = 4 * 32 * 8 * 32 * 32
     assert store > 64 * state
     assert revode < store / 3
@@ -103,12 +105,43 @@ def test_time_of_a_block_is_taken_from_all_depths_in_turn() -> None:
         Workload(name=f"depth-{depth}", title="", kind="stage", batch=2, options={**options, "depth": depth})
         for depth in (2, 8)
     ]
-    settings = Settings(threads=1, repeats=2)
-    methods = find(["store", "checkpoint", "revode"])
-    with Footprints() as footprints:
-        rows = [row for workload in workloads for row in measure(workload, methods, settings, footprints)]
-    found = {(row.workload, row.method): row.block_seconds for row in with_block_times(rows, workloads, settings)}
-    assert found["depth-2", "checkpoint"] is None
-    for name in ("store", "revode"):
-        assert 0.1 < found["depth-8", name] / found["depth-2", name] < 10
-    assert with_block_times(rows[:3], workloads[:1], settings) == rows[:3]  # one depth says nothing
+    found = blocks.block_seconds(workloads, Settings(threads=1, repeats=2))
+    for name in blocks.METHODS_TIMED:
+        assert 0.1 < found[name]["depth-8"] / found[name]["depth-2"] < 10
+
+
+def test_operations_and_syncs_are_counted(tiny_stage: Workload) -> None:
+    rows = {row.method: row for row in measure(tiny_stage, find(["store", "revode"]), Settings(threads=1, repeats=1))}
+    assert rows["store"].syncs == rows["revode"].syncs == 0
+    for row in rows.values():
+        assert row.operations is not None
+        assert all(number > 1 for number in row.operations)
+    assert rows["revode"].operations[1] > rows["store"].operations[1]  # it evaluates its branches again
+
+
+def test_a_wait_is_counted(tiny_stage: Workload) -> None:
+    assert in_fresh_process(count_with_a_wait, tiny_stage, "store") == 1
+
+
+def count_with_a_wait(workload: Workload, method: str) -> int:
+    original = Case.loss
+
+    def loss(self: Case, x: torch.Tensor | None = None) -> torch.Tensor:
+        found = original(self, x)
+        found.item()
+        return found
+
+    Case.loss = loss  # type: ignore[method-assign]
+    return count_syncs(workload, method)
+
+
+@pytest.mark.parametrize("name", ["store", "revode", "revode-exact"])
+def test_bfloat16_is_autocast_beside_float32_weights(name: str, tiny_stage: Workload) -> None:
+    lower = dataclasses.replace(tiny_stage, in_bfloat16={"norm": "batch"}).with_dtype("bfloat16")
+    case = Case(lower, METHODS[name])
+    assert {parameter.dtype for parameter in case.parameters} == {torch.float32}
+    assert any(isinstance(part, torch.nn.BatchNorm2d) for part in case.module.modules())
+    calls, _ = case.record()
+    assert {kind.dtype for _, kinds, _ in calls for kind in kinds if hasattr(kind, "dtype")} == {torch.bfloat16}
+    expected = Case(lower, METHODS["store"], torch.float64).gradient(2)
+    assert 1e-4 < (case.gradient(2) - expected).norm() / expected.norm() < 0.2

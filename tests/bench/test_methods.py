@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from revode.bench import methods, peers, workloads
+from revode.bench import methods, workloads
 from revode.bench.cases import Case
 from revode.bench.measure import applicable
 from revode.bench.methods import METHODS
@@ -87,18 +87,18 @@ def test_peers_run_only_their_schemes() -> None:
 
 
 def test_absent_peer_is_not_applicable(tiny_stage: Workload, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(peers, "find", lambda name: None)
+    monkeypatch.setattr(methods, "library", lambda name: None)
     assert not any(METHODS[name].available for name in methods.PEERS)
     names = [method.name for method in applicable(tiny_stage, methods.find(methods.DEFAULT))]
     assert names == ["store", "checkpoint", "checkpoint-sqrt", "revode", "revode-exact"]
-    assert peers.version("memcnn") == "absent"
+    assert methods.version("memcnn") == "absent"
 
 
 def test_peers_leave_the_import_path_as_it_was() -> None:
     import sys
 
     before = list(sys.path)
-    assert peers.find("no_such_library_anywhere") is None
+    assert methods.library("no_such_library_anywhere") is None
     assert sys.path == before
 
 

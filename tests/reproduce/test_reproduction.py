@@ -138,7 +138,7 @@ def test_a_failed_measurement_is_reported(tmp_path, monkeypatch):
     def killed(*_: object, **__: object) -> None:
         raise RuntimeError("measuring failed: the process died")
 
-    monkeypatch.setattr("revode.bench.footprint.Footprints.measure", killed)
+    monkeypatch.setattr("revode.bench.fresh.in_fresh_process", killed)
     found = reproduce(tiny_item(failing, tiny_run()), Setup(tmp_path), tmp_path / "out")
     assert "the process died" in found.problems[failing.title]
     assert Setup(tmp_path).finished(failing) is None

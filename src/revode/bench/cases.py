@@ -1,52 +1,95 @@
-"""One workload by one method: a training step without its optimizer, and the gradient it gives."""
+"""One workload by one method: a training step without its optimizer, the gradient it gives, what it keeps and what it calls."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Self, cast
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from revode.bench.methods import METHODS, Method
-from revode.bench.workloads import Workload, samples, subject
+from revode.bench.workloads import SEED, Workload, samples, subject
 from revode.engine import ReversibleSequence
 from revode.engine.accounting import SavedTensors, graph_nodes
 from revode.networks.classifier import StagedClassifier
 
 GRADIENT_BATCH = 4
 """Samples that the gradient error is measured on: the fp64 reference of 1202 layers is slow."""
+COPIES = 2
+"""Sets of arguments that a replay takes in turn, so that the last call's are not all in the nearest cache."""
+aten = torch.ops.aten
+HEAVY = {
+    aten.convolution.default,
+    aten.convolution_backward.default,
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+}
+"""Convolutions and matrix products: called alone on tensors of the same shapes and strides, they are the floor of a step."""
 
 
-class KeptTensors(SavedTensors):
-    """`SavedTensors` that also counts what custom Functions keep as attributes: two of the peers hide tensors there."""
+@dataclass(frozen=True)
+class _Kind:
+    """What a replayed tensor has in common with the recorded one."""
 
-    def __enter__(self) -> Self:
-        super().__enter__()
-        return self
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
 
-    def add_contexts(self, output: Tensor) -> None:
-        """Count what Python Functions in the graph of `output` keep as attributes."""
-        for node in graph_nodes(output):
-            for tensor in _tensors(list(getattr(node, "__dict__", {}).values())):
-                self._pack(tensor)
+    def tensor(self) -> Tensor:
+        made = torch.empty_strided(self.size, self.stride, dtype=self.dtype)
+        return made.normal_() if self.dtype.is_floating_point else made.zero_()
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for member in value:
-            yield from _tensors(member)
+class Recorder(TorchDispatchMode):
+    """Counts the aten operations that run inside, and the heavy ones by the shapes, strides and options they are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[Any] = Counter()
+        self.operations = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations += 1
+        if func in HEAVY:
+            leaves, form = pytree.tree_flatten((args, kwargs or {}))
+            kinds = [_Kind(tuple(t.shape), t.stride(), t.dtype) if isinstance(t, Tensor) else t for t in leaves]
+            self.calls[func, tuple(kinds), form] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def replay(call: Any) -> Callable[[], object]:
+    """One recorded call alone, on random tensors of the recorded kind, made anew from set to set."""
+    func, kinds, form = call
+    sets = [
+        pytree.tree_unflatten([kind.tensor() if isinstance(kind, _Kind) else kind for kind in kinds], form)
+        for _ in range(COPIES)
+    ]
+    turn = 0
+
+    def run() -> object:
+        nonlocal turn
+        turn += 1
+        args, kwargs = sets[turn % COPIES]
+        return func(*args, **kwargs)
+
+    return run
 
 
 class Case:
     """A workload made ready by a method.
 
     Args:
-        workload: what to run.
+        workload: what to run. If its dtype is bfloat16, branches run under autocast, beside states and parameters in float32.
         method: by which way.
-        dtype: of parameters and input.
+        dtype: of parameters and input; autocast needs float32.
         layout: ``"contiguous"`` or ``"channels_last"``, of kernels, and of the images or features that come in.
     """
 
@@ -74,7 +117,10 @@ class Case:
 
     def loss(self, x: Tensor | None = None) -> Tensor:
         """The mean square of the output."""
-        return self.module(self.inputs if x is None else x).square().mean()
+        x = self.inputs if x is None else x
+        lower = self.workload.dtype == "bfloat16" and self.dtype == torch.float32
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=lower):
+            return self.module(x).square().mean()
 
     def step(self, x: Tensor | None = None) -> None:
         """Forward and backward, gradients fresh."""
@@ -88,24 +134,38 @@ class Case:
             parameter.grad = None
 
     def gradient(self, batch: int) -> Tensor:
-        """All gradients of a smaller batch, end to end, in fp64."""
+        """All gradients of a smaller batch, end to end, in fp64; dropout draws the same numbers by every method."""
         x = self.batch_of(batch)
-        self.step(x)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(SEED)
+            self.step(x)
         tensors = [*self.parameters, *([x] if x.requires_grad else [])]
-        found = torch.cat([_filled(tensor).double().flatten() for tensor in tensors])
+        found = [torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in tensors]
         self.clear()
-        return found
+        return torch.cat([gradient.double().flatten() for gradient in found])
 
     def saved_bytes(self) -> int:
-        """Bytes kept for backward by one forward pass, besides parameters and input."""
+        """Bytes kept for backward by one forward pass, besides parameters and input.
+
+        What custom Functions keep as attributes counts, too: two of the peers hide tensors there.
+        """
         self.clear()
-        with self.keeping() as kept:
-            kept.add_contexts(self.loss())
+        with SavedTensors([*self.module.parameters(), *self.module.buffers(), self.inputs]) as kept:
+            for node in graph_nodes(self.loss()):
+                for value in pytree.tree_leaves(list(getattr(node, "__dict__", {}).values())):
+                    if isinstance(value, Tensor):
+                        kept._pack(value)
         return kept.num_bytes
 
-    def keeping(self) -> KeptTensors:
-        """A context that counts what is kept besides parameters and input."""
-        return KeptTensors([*self.module.parameters(), *self.module.buffers(), self.inputs])
+    def record(self) -> tuple[Counter[Any], tuple[float, float]]:
+        """The heavy calls of a step, and its operations for each branch, forward and backward."""
+        self.clear()
+        with Recorder() as forward:
+            loss = self.loss()
+        with Recorder() as backward:
+            loss.backward()
+        branches = max(1, self.subject.num_branches)
+        return forward.calls + backward.calls, (forward.operations / branches, backward.operations / branches)
 
     def _keep_within(self, share: int) -> None:
         """Set the memory budget to a share of the way from ``revode`` to ``store``."""
@@ -117,10 +177,6 @@ class Case:
             self.module.config = self.module.config.with_options(memory_budget=budget)
         else:
             self.module = cast(ReversibleSequence, self.module).with_strategy(memory_budget=budget)
-
-
-def _filled(tensor: Tensor) -> Tensor:
-    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
 
 
 def gradient_errors(workload: Workload, cases: list[Case]) -> dict[str, float]:

@@ -5,28 +5,24 @@ Times are interleaved: one repetition of everything, then the next, so that a dr
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import random
 import statistics
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 
-from revode.bench.cases import Case, gradient_errors
-from revode.bench.footprint import Footprints
+from revode.bench.cases import Case, Recorder, gradient_errors, replay
+from revode.bench.fresh import count_syncs, in_fresh_process, measure_step
 from revode.bench.methods import METHODS, Method
-from revode.bench.roofline import Recorder, floor, record, replay
 from revode.bench.workloads import Workload, subject
 
 REFERENCE = "store"
-SCALING_METHODS = ("store", "revode")
-SCALING_BUDGET = 180.0
-"""Seconds for the repetitions of all depths together."""
 LAYOUTS = ("channels_last", "contiguous")
 MIN_REPEATS, MAX_REPEATS = 3, 15
 WIDE = 0.2
@@ -77,7 +73,9 @@ class Row:
         roofline: time of the step's convolutions and matrix products called alone, over the step's time.
         repeats: repetitions measured.
         batch: samples in a step.
-        block_seconds: time of a block, measured in turn with networks of other depths; None where there are none.
+        dtype: ``"float32"``, or ``"bfloat16"`` for branches under autocast.
+        operations: aten operations for each branch, in forward and in backward; None if compiled, where they are fused.
+        syncs: how often a step would make a device wait; None where this cannot be counted.
     """
 
     workload: str
@@ -92,7 +90,9 @@ class Row:
     roofline: float
     repeats: int
     batch: int
-    block_seconds: float | None = None
+    dtype: str = "float32"
+    operations: tuple[float, float] | None = None
+    syncs: int | None = None
 
     @property
     def floor(self) -> float:
@@ -108,10 +108,6 @@ class Row:
         """The columns that ``revode bench --json`` promises."""
         return {name: getattr(self, name) for name in SUMMARY}
 
-    def to_dict(self) -> dict[str, Any]:
-        """Every column."""
-        return dataclasses.asdict(self)
-
 
 SUMMARY = ("workload", "method", "seconds", "ratio_to_store", "saved_bytes", "peak_bytes", "grad_error")
 
@@ -122,14 +118,13 @@ def applicable(workload: Workload, methods: Iterable[Method]) -> list[Method]:
     return [method for method in methods if method.available and (scheme is None or method.supports(scheme))]
 
 
-def measure(workload: Workload, methods: Sequence[Method], settings: Settings, footprints: Footprints) -> list[Row]:
+def measure(workload: Workload, methods: Sequence[Method], settings: Settings) -> list[Row]:
     """A row for each applicable method; ``store`` is measured in any case, for the ratios.
 
     Args:
         workload: what to run.
         methods: by which ways.
         settings: how to measure.
-        footprints: the entered context that measures peaks.
     """
     wanted = applicable(workload, methods)
     if not wanted:
@@ -140,125 +135,74 @@ def measure(workload: Workload, methods: Sequence[Method], settings: Settings, f
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="TypedStorage is deprecated")  # memcnn, at every block
         cases = {method.name: Case(workload, method, layout=settings.layout) for method in run}
-        timed = _time(cases, settings)
+        for case in cases.values():
+            case.step()
+        saved = {name: case.saved_bytes() for name, case in cases.items()}
+        recorded = {name: case.record() for name, case in cases.items()}
+        calls = {call: replay(call) for counts, _ in recorded.values() for call in counts}
+        for call in calls.values():
+            call()
+        steps = {name: case.step for name, case in cases.items()}
+        seconds = interleave(steps, settings.repeats, settings.budget, settings.fewest, then=calls)
         errors = gradient_errors(workload, [cases[method.name] for method in wanted])
-    return [_row(workload, method.name, timed, errors, settings, footprints) for method in wanted]
+    rows = []
+    for method in wanted:
+        name = method.name
+        low, median, high = quartiles(seconds[name])
+        counts, operations = recorded[name]
+        found = in_fresh_process(measure_step, workload, name, settings.threads, settings.layout)
+        rows.append(
+            Row(
+                workload=workload.name,
+                method=name,
+                seconds=median,
+                ratio_to_store=median / quartiles(seconds[REFERENCE])[1],
+                saved_bytes=saved[name],
+                peak_bytes=found["peak_bytes"],
+                grad_error=errors[name],
+                seconds_low=low,
+                seconds_high=high,
+                roofline=_alone(counts, seconds) / median,
+                repeats=len(seconds[name]),
+                batch=workload.batch,
+                dtype=workload.dtype,
+                operations=None if method.compiled else operations,
+                syncs=_syncs(workload, method),
+            )
+        )
+    return rows
 
 
-def with_block_times(rows: list[Row], workloads: Sequence[Workload], settings: Settings) -> list[Row]:
-    """The rows of `SCALING_METHODS` on workloads of several depths, with the time of a block.
-
-    The depths are timed in the same rounds, or a drift of the machine would be taken for an effect of depth. Shallow
-    networks take as many steps in a round as make them last as long as the deepest.
-    """
-    found = {workload.name: workload for workload in workloads}
-    wanted = [row for row in rows if row.workload in found and row.method in SCALING_METHODS]
-    if len({row.workload for row in wanted}) < 2:
-        return rows
-    deepest = max(workload.options["depth"] for workload in workloads)
-    actions: dict[Any, Callable[[], object]] = {}
-    blocks: dict[Any, int] = {}
-    for row in wanted:
-        workload, key = found[row.workload], (row.workload, row.method)
-        case = Case(workload, METHODS[row.method], layout=settings.layout)
-        case.step()
-        steps = deepest // workload.options["depth"]
-        actions[key], blocks[key] = _several(case, steps), steps * workload.options["depth"]
-    seconds = interleave(actions, settings.repeats, SCALING_BUDGET, settings.fewest)
-    times = {key: Spread.of(values).median / blocks[key] for key, values in seconds.items()}
-    return [dataclasses.replace(row, block_seconds=times.get((row.workload, row.method))) for row in rows]
+def _syncs(workload: Workload, method: Method) -> int | None:
+    if method.compiled:
+        return None
+    try:
+        return in_fresh_process(count_syncs, workload, method.name)
+    except RuntimeError:
+        if method.library is None:
+            raise
+        return None  # a peer that does what a pretended device cannot
 
 
-def _several(case: Case, count: int) -> Callable[[], None]:
-    def run() -> None:
-        for _ in range(count):
-            case.step()
-        case.clear()
-
-    return run
+def _alone(counts: Counter[Any], seconds: Mapping[Any, list[float]]) -> float:
+    """Seconds that recorded calls take alone."""
+    return sum(count * statistics.median(seconds[call]) for call, count in counts.items())
 
 
-@dataclass
-class _Timed:
-    spreads: dict[str, Spread]
-    saved: dict[str, int]
-    floors: dict[str, float]
-    repeats: int
-
-
-def _time(cases: dict[str, Case], settings: Settings) -> _Timed:
-    """Steps in shuffled rounds, and the bare convolutions after each round."""
-    recorded = {name: record(case) for name, case in cases.items()}  # the warm-up, too
-    for case in cases.values():
-        if case.method.compiled:
-            case.step()
-    calls = {call: replay(call) for counts, _ in recorded.values() for call in counts}
-    for call in calls.values():
-        call()
-    actions: dict[Any, Callable[[], object]] = {name: case.step for name, case in cases.items()}
-    seconds = interleave(actions, settings.repeats, settings.budget, settings.fewest, then=calls)
-    medians = {call: Spread.of(seconds[call]).median for call in calls}
-    for case in cases.values():
-        case.clear()
-    return _Timed(
-        spreads={name: Spread.of(seconds[name]) for name in cases},
-        saved={name: num_bytes for name, (_, num_bytes) in recorded.items()},
-        floors={name: floor(counts, medians) for name, (counts, _) in recorded.items()},
-        repeats=len(seconds[REFERENCE]),
-    )
-
-
-def _row(
-    workload: Workload,
-    method: str,
-    timed: _Timed,
-    errors: dict[str, float],
-    settings: Settings,
-    footprints: Footprints,
-) -> Row:
-    spread = timed.spreads[method]
-    return Row(
-        workload=workload.name,
-        method=method,
-        seconds=spread.median,
-        ratio_to_store=spread.median / timed.spreads[REFERENCE].median,
-        saved_bytes=timed.saved[method],
-        peak_bytes=footprints.measure(workload, method, settings.threads, settings.layout)["peak_bytes"],
-        grad_error=errors[method],
-        seconds_low=spread.low,
-        seconds_high=spread.high,
-        roofline=timed.floors[method] / spread.median,
-        repeats=timed.repeats,
-        batch=workload.batch,
-    )
-
-
-@dataclass(frozen=True)
-class Spread:
-    """The median of some seconds, and their quartiles."""
-
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, seconds: list[float]) -> Self:
-        """The spread of at least one measurement."""
-        if len(seconds) == 1:
-            return cls(seconds[0], seconds[0], seconds[0])
-        low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
-        return cls(median, low, high)
+def quartiles(seconds: list[float]) -> tuple[float, float, float]:
+    """The lower quartile, the median and the upper quartile of at least one measurement."""
+    if len(seconds) == 1:
+        return seconds[0], seconds[0], seconds[0]
+    low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
+    return low, median, high
 
 
 def seconds_alone(step: Callable[[], object], repeats: int) -> float:
     """Seconds that the heavy calls of a step take alone: medians of so many calls each, after two others."""
     with Recorder() as recorder:
         step()
-    times = {}
-    for call in recorder.calls:
-        run = replay(call)
-        times[call] = statistics.median([clock(run) for _ in range(repeats + 2)][2:])
-    return floor(recorder.calls, times)
+    runs = {call: replay(call) for call in recorder.calls}
+    return _alone(recorder.calls, {call: [clock(run) for _ in range(repeats + 2)][2:] for call, run in runs.items()})
 
 
 def clock(action: Callable[[], object]) -> float:

@@ -1,20 +1,279 @@
-"""The ways to get a gradient, by name: each makes of branches and a scheme one module from tensor to tensor."""
+"""The ways to get a gradient, by name: each makes of branches and a scheme one module from tensor to tensor.
+
+The baselines are the schemes written out in ordinary PyTorch. Nothing of the engine is used for them, so that agreement with
+it means something and a comparison with it is fair.
+
+Other libraries stand behind the same call as ours; one that is not installed is absent. They are looked for where Python
+looks, and in the folder that ``make bench`` fills beside the environment, so that the environment itself stays as it is.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+import importlib
+import importlib.metadata
+import itertools
+import math
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from revode.bench import peers, plain
 from revode.engine import ReversibleSequence
 from revode.files import unknown
-from revode.schemes import Momentum, Scheme
+from revode.schemes import AdditiveCoupling, Leapfrog, MidPoint, Momentum, Scheme, State, Verlet
 
 Wrap = Callable[[Sequence[nn.Module], Scheme, int, bool], nn.Module]
 """(fields, scheme, split_dim, whether a pair is wanted) -> module."""
+FOLDER = Path(sys.prefix) / "benchmark-peers"
+"""Where ``make bench`` installs other libraries."""
+
+
+# The baselines: one step of each scheme, from pair to pair; the first of a scheme on one tensor goes from (None, y).
+
+
+def _additive(scheme: Any, branches: Sequence[nn.Module], y: Tensor, z: Tensor) -> State:
+    f, g = branches
+    y = y + f(z)
+    return y, z + g(y)
+
+
+def _verlet(scheme: Any, branches: Sequence[nn.Module], y: Tensor, z: Tensor) -> State:
+    f, g = branches
+    y = torch.add(y, f(z), alpha=scheme.h)
+    return y, torch.sub(z, g(y), alpha=scheme.h)
+
+
+def _midpoint(scheme: Any, branches: Sequence[nn.Module], old: Tensor | None, y: Tensor) -> State:
+    (f,) = branches
+    if old is None:
+        return y, torch.add(y, f(y), alpha=scheme.h)
+    return y, torch.add(old, f(y), alpha=2 * scheme.h)
+
+
+def _leapfrog(scheme: Any, branches: Sequence[nn.Module], old: Tensor | None, y: Tensor) -> State:
+    (f,) = branches
+    if old is None:
+        return y, torch.sub(y, f(y), alpha=scheme.h**2 / 2)
+    return y, torch.sub(2 * y - old, f(y), alpha=scheme.h**2)
+
+
+def _momentum(scheme: Any, branches: Sequence[nn.Module], old: Tensor | None, y: Tensor) -> State:
+    (f,) = branches
+    drift = y if old is None else torch.lerp(old, y, 1 + scheme.gamma)
+    return y, torch.add(drift, f(y), alpha=1 - scheme.gamma)
+
+
+STEPS: dict[type[Scheme], Callable[..., State]] = {
+    AdditiveCoupling: _additive,
+    Verlet: _verlet,
+    MidPoint: _midpoint,
+    Leapfrog: _leapfrog,
+    Momentum: _momentum,
+}
+
+
+class PlainSequence(nn.Module):
+    """A scheme as anyone would write it, stored by autograd or recomputed in segments by ``torch.utils.checkpoint``.
+
+    Args:
+        fields: the branches in order.
+        scheme: one of revode's schemes, in its default start and undamped; only its numbers are read.
+        split_dim: the dimension that splitting schemes halve.
+        pair: whether to return the final pair of a splitting scheme instead of joining it.
+        num_segments: checkpointed segments for a number of blocks; None to store everything.
+    """
+
+    def __init__(
+        self,
+        fields: Sequence[nn.Module],
+        scheme: Scheme,
+        split_dim: int,
+        pair: bool,
+        num_segments: Callable[[int], int] | None = None,
+    ) -> None:
+        super().__init__()
+        if scheme.damping or (scheme.starts and scheme.start != scheme.starts[0]):
+            raise ValueError(f"the plain baseline knows default starts without damping, got {scheme!r}")
+        self.fields = nn.ModuleList(fields)
+        self.scheme, self.split_dim, self.pair, self.num_segments = scheme, split_dim, pair, num_segments
+
+    def forward(self, x: Tensor | State) -> Tensor | State:
+        state: Any = x
+        if isinstance(x, Tensor):
+            state = x.chunk(2, dim=self.split_dim) if self.scheme.splits else (None, x)
+        width, fields = self.scheme.fields_per_step, list(self.fields)
+        blocks = [fields[i : i + width] for i in range(0, len(fields), width)]
+        if self.num_segments is None:
+            state = self._run(blocks, *state)
+        else:
+            count = self.num_segments(len(blocks))
+            for a, b in itertools.pairwise(round(i * len(blocks) / count) for i in range(count + 1)):
+                # No branch of these draws random numbers: keeping the generator's state would only slow the baseline down.
+                state = checkpoint(self._run, blocks[a:b], *state, use_reentrant=False, preserve_rng_state=False)
+        if self.scheme.splits and not self.pair:
+            return torch.cat(state, dim=self.split_dim)
+        return state if self.pair else state[1]
+
+    def _run(self, blocks: Sequence[Sequence[nn.Module]], p: Tensor | None, q: Tensor) -> State:
+        state: Any = (p, q)
+        for branches in blocks:
+            state = STEPS[type(self.scheme)](self.scheme, branches, *state)
+        return state
+
+
+class Checkpointed(nn.Module):
+    """A branch under torch's checkpoint as it comes, random state included."""
+
+    def __init__(self, branch: nn.Module) -> None:
+        super().__init__()
+        self.branch = branch
+
+    def forward(self, q: Tensor) -> Tensor:
+        return checkpoint(self.branch, q, use_reentrant=False)
+
+
+class _Walk(torch.autograd.Function):
+    """The least that a reversible walk must do: it records nothing, so dropout and batch statistics come out wrong."""
+
+    @staticmethod
+    def forward(ctx: Any, fields: Sequence[nn.Module], p: Tensor, q: Tensor, *parameters: Tensor) -> State:
+        for field in fields:
+            p, q = q, p + field(q)
+        ctx.fields = fields
+        ctx.save_for_backward(p, q)
+        return p, q
+
+    @staticmethod
+    def backward(ctx: Any, gp: Tensor, gq: Tensor) -> Any:  # type: ignore[override]
+        p, q = ctx.saved_tensors
+        gradients: list[Tensor] = []
+        for field in reversed(ctx.fields):
+            p = p.detach().requires_grad_()
+            with torch.enable_grad():
+                u = field(p)
+            product, *own = torch.autograd.grad(u, [p, *field.parameters()], gq)
+            gradients[:0] = own
+            p, q = q - u.detach(), p.detach()
+            gp, gq = gq, gp + product
+        return None, gp, gq, *gradients
+
+
+class MinimalSequence(nn.Module):
+    """Additive couplings by a Function without any bookkeeping."""
+
+    def __init__(self, fields: Sequence[nn.Module], scheme: Scheme, split_dim: int, pair: bool) -> None:
+        super().__init__()
+        self.fields, self.split_dim, self.pair = nn.ModuleList(fields), split_dim, pair
+
+    def forward(self, x: Tensor | State) -> Tensor | State:
+        halves = x.chunk(2, dim=self.split_dim) if isinstance(x, Tensor) else x
+        state = _Walk.apply(list(self.fields), *halves, *self.fields.parameters())
+        return state if self.pair else torch.cat(state, dim=self.split_dim)
+
+
+# Other libraries.
+
+
+@contextlib.contextmanager
+def _also_in_folder() -> Iterator[None]:
+    sys.path.append(str(FOLDER))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(FOLDER))
+
+
+def library(name: str) -> Any:
+    """The library's module, or None where it is not installed or cannot be imported."""
+    if name in sys.modules:
+        return sys.modules[name]
+    with _also_in_folder(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # memcnn uses a decorator that torch has renamed
+        try:
+            return importlib.import_module(name)
+        except ImportError:
+            return None
+
+
+def version(name: str) -> str:
+    """The installed version, or "absent"."""
+    if library(name) is None:
+        return "absent"
+    with _also_in_folder():
+        return importlib.metadata.version(name)
+
+
+class Scaled(nn.Module):
+    """gain * F(q): these libraries only add, so step size and sign of a scheme go into the branch."""
+
+    def __init__(self, branch: nn.Module, gain: float) -> None:
+        super().__init__()
+        self.branch, self.gain = branch, gain
+
+    def forward(self, q: Tensor) -> Tensor:
+        return self.branch(q) * self.gain
+
+
+class PeerSequence(nn.Module):
+    """A peer's module from tensor to tensor, in the place of ours: pairs are joined before it and split behind it.
+
+    Args:
+        make: makes the peer's module of its library, branches that only add, and the dimension of the halves.
+    """
+
+    def __init__(
+        self, name: str, make: Callable[..., nn.Module], fields: Any, scheme: Scheme, split_dim: int, pair: bool
+    ) -> None:
+        super().__init__()
+        gains = [scheme.coupling(index).gain for index in range(len(fields))]
+        branches = [field if gain == 1.0 else Scaled(field, gain) for field, gain in zip(fields, gains, strict=True)]
+        self.module, self.split_dim, self.pair = make(library(name), branches, split_dim), split_dim, pair
+        self.copies_input = name == "memcnn"  # which frees the storage of its input
+
+    def forward(self, x: Tensor | State) -> Tensor | State:
+        if not isinstance(x, Tensor):
+            x = torch.cat(x, dim=self.split_dim)
+        elif self.copies_input:
+            x = x.clone()
+        y = self.module(x)
+        if not self.pair:
+            return y
+        p, q = y.chunk(2, dim=self.split_dim)
+        return p, q
+
+
+def _memcnn(library: Any, branches: list[nn.Module], split_dim: int) -> nn.Module:
+    pairs = zip(branches[::2], branches[1::2], strict=True)
+    couplings = [library.AdditiveCoupling(f, g, split_dim=split_dim) for f, g in pairs]
+    return nn.Sequential(*map(library.InvertibleModuleWrapper, couplings))
+
+
+def _revtorch(library: Any, branches: list[nn.Module], split_dim: int) -> nn.Module:
+    pairs = zip(branches[::2], branches[1::2], strict=True)
+    blocks = [library.ReversibleBlock(f, g, split_along_dim=split_dim) for f, g in pairs]
+    return library.ReversibleSequence(nn.ModuleList(blocks))
+
+
+def _revlib(library: Any, branches: list[nn.Module], split_dim: int) -> nn.Module:
+    """Its branch acts on the second half and is added to the first, then the halves swap, as ours.
+
+    Couplings of one's own could hold the step size, but it applies them to gradients as well: wrong for a gain other than 1.
+    """
+    return library.ReversibleSequential(*branches, split_dim=split_dim)
+
+
+def _momentumnet(fields: Sequence[nn.Module], scheme: Any, split_dim: int, pair: bool) -> nn.Module:
+    return library("momentumnet").MomentumNet(list(fields), gamma=scheme.gamma, use_backprop=False)
+
+
+# The registry.
 
 
 @dataclass(frozen=True)
@@ -40,7 +299,14 @@ class Method:
     @property
     def available(self) -> bool:
         """Whether it is there to be run."""
-        return self.library is None or peers.find(self.library) is not None
+        return self.library is None or library(self.library) is not None
+
+
+def _plain(num_segments: Callable[[int], int] | None = None, around: Callable[[Any], nn.Module] | None = None) -> Wrap:
+    def wrap(fields: Sequence[nn.Module], scheme: Scheme, split_dim: int, pair: bool) -> nn.Module:
+        return PlainSequence(list(map(around, fields)) if around else fields, scheme, split_dim, pair, num_segments)
+
+    return wrap
 
 
 def _revode(**options: Any) -> Wrap:
@@ -50,9 +316,11 @@ def _revode(**options: Any) -> Wrap:
     return wrap
 
 
-def _only_adds(scheme: Scheme) -> bool:
-    """Whether a scheme is the additive coupling that most libraries know, up to a factor on its branches."""
-    return scheme.splits and scheme.carry == 1.0
+def _peer(name: str, make: Callable[..., nn.Module]) -> Method:
+    """A library that knows the additive coupling, up to a factor on its branches."""
+    return Method(
+        name, lambda *how: PeerSequence(name, make, *how), lambda scheme: scheme.splits and scheme.carry == 1.0, name
+    )
 
 
 def _is_exact(scheme: Scheme) -> bool:
@@ -63,23 +331,30 @@ def _is_momentum(scheme: Scheme) -> bool:
     return isinstance(scheme, Momentum) and not scheme.damping
 
 
-BUDGETS = (25, 50, 75)
-_ALL = [
-    Method("store", plain.store),
-    Method("checkpoint", plain.checkpoint_blocks),
-    Method("checkpoint-sqrt", plain.checkpoint_sqrt),
+BUDGETS = tuple(f"revode-budget-{share}" for share in (25, 50, 75))
+COMPILED = ("revode-compiled", "revode-exact-compiled", "store-compiled")
+_USUAL = [
+    Method("store", _plain()),
+    Method("checkpoint", _plain(lambda num_blocks: num_blocks)),
+    Method("checkpoint-sqrt", _plain(lambda num_blocks: max(1, round(math.sqrt(num_blocks))))),
     Method("revode", _revode()),
     Method("revode-exact", _revode(exact=True), _is_exact),
-    Method("memcnn", peers.memcnn, _only_adds, library="memcnn"),
-    Method("revtorch", peers.revtorch, _only_adds, library="revtorch"),
-    Method("revlib", peers.revlib, _only_adds, library="revlib"),
-    Method("momentumnet", peers.momentumnet, _is_momentum, library="momentumnet"),
-    Method("revode-compiled", _revode(compile=True), compiled=True),
-    *(Method(f"revode-budget-{share}", _revode(), budget=share) for share in BUDGETS),
+    _peer("memcnn", _memcnn),
+    _peer("revtorch", _revtorch),
+    _peer("revlib", _revlib),
+    Method("momentumnet", _momentumnet, _is_momentum, "momentumnet"),
 ]
-METHODS: dict[str, Method] = {method.name: method for method in _ALL}
-DEFAULT = tuple(method.name for method in _ALL if not method.compiled and method.budget is None)
-PEERS = tuple(method.name for method in _ALL if method.library)
+_FURTHER = [
+    Method("checkpoint-branches", _plain(around=Checkpointed)),
+    Method("minimal", MinimalSequence, lambda scheme: isinstance(scheme, AdditiveCoupling)),
+    Method("revode-compiled", _revode(compile=True), compiled=True),
+    Method("revode-exact-compiled", _revode(exact=True, compile=True), _is_exact, compiled=True),
+    Method("store-compiled", _revode(backprop="store", compile=True), compiled=True),
+    *(Method(name, _revode(), budget=int(name.rsplit("-", 1)[1])) for name in BUDGETS),
+]
+METHODS: dict[str, Method] = {method.name: method for method in [*_USUAL, *_FURTHER]}
+DEFAULT = tuple(method.name for method in _USUAL)
+PEERS = tuple(method.name for method in _USUAL if method.library)
 
 
 def find(names: Iterable[str]) -> list[Method]:
@@ -88,4 +363,4 @@ def find(names: Iterable[str]) -> list[Method]:
     for name in wanted:
         if name not in METHODS:
             raise unknown("method", name, METHODS)
-    return [method for method in _ALL if method.name in wanted]
+    return [method for method in METHODS.values() if method.name in wanted]

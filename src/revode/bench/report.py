@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import platform
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from revode import __version__, charts
-from revode.bench import methods, peers
+from revode.bench import methods
 from revode.bench.measure import WIDE, Row, Settings
-from revode.bench.workloads import DEPTHS, WORKLOADS
+from revode.bench.workloads import DEPTHS, DTYPES, WORKLOADS
 from revode.files import human_bytes, processor, write_atomically
 from revode.page import Page
 
-HEADER = ("method", "ms", "quartiles", "/store", "saved", "peak", "error", "floor")
+HEADER = ("method", "ms", "quartiles", "/store", "saved", "peak", "error", "floor", "ops", "syncs")
 LEGEND = (
-    "ms: median of a step, and its quartiles; /store: over store-everything's\n"
+    "ms: median of a step; +-: distance of its quartiles; /store: over store's\n"
     "saved, peak: bytes kept for backward, and resident in a fresh process\n"
-    "error: of the gradient, against fp64; floor: bare convolutions over the step"
+    "error: of the gradient, against fp64; floor: bare convolutions over the step\n"
+    "ops: aten operations for a branch, forward/backward; syncs: waits of a device"
 )
-_LINE = "{:<18}{:>8}{:>15}{:>7}{:>9}{:>9}{:>8}{:>6}"
+_LINE = "{:<22}{:>6}{:>5}{:>7}{:>8}{:>8}{:>6}{:>6}{:>7}{:>5}"
 
 
 def conditions(settings: Settings) -> dict[str, str]:
@@ -42,18 +44,31 @@ def conditions(settings: Settings) -> dict[str, str]:
     }
     if hasattr(os, "getloadavg"):
         found["load before"] = f"{os.getloadavg()[0]:.1f}"
-    return found | {name: peers.version(name) for name in methods.PEERS}
+    return found | {name: methods.version(name) for name in methods.PEERS}
 
 
 def text(rows: Sequence[Row]) -> str:
     """A table for each workload."""
     blocks = []
-    for name in workloads_of(rows):
-        own = [row for row in rows if row.workload == name]
-        title = f"{name}: {WORKLOADS[name].title}" if name in WORKLOADS else name
-        head = [title, f"batch {own[0].batch}, {own[0].repeats} repetitions", _LINE.format(*HEADER)]
-        blocks.append("\n".join([*head, *(_LINE.format(*cells(row)).rstrip() for row in own)]))
+    for heading, count, own in tables(rows):
+        lines = [_LINE.format(*HEADER[:2], "+-", *HEADER[3:-1], "sync")]
+        for row in own:
+            found = cells(row)
+            lines.append(_LINE.format(*found[:2], f"{row.spread:.0%}", *found[3:]).rstrip())
+        blocks.append("\n".join([heading, count, *lines]))
     return "\n\n".join([*blocks, LEGEND])
+
+
+def tables(rows: Sequence[Row]) -> list[tuple[str, str, list[Row]]]:
+    """Heading, circumstances and rows of each workload in each precision, in the order of the rows."""
+    found = []
+    for name, dtype in dict.fromkeys((row.workload, row.dtype) for row in rows):
+        own = [row for row in rows if (row.workload, row.dtype) == (name, dtype)]
+        title = f": {WORKLOADS[name].title}" if name in WORKLOADS else ""
+        norm = ", batch norm" if dtype == "bfloat16" and name in WORKLOADS and WORKLOADS[name].in_bfloat16 else ""
+        precision = "" if dtype == DTYPES[0] else f", {dtype}{norm}"
+        found.append((f"{name}{title}", f"batch {own[0].batch}, {own[0].repeats} repetitions{precision}", own))
+    return found
 
 
 def cells(row: Row) -> tuple[str, ...]:
@@ -67,6 +82,8 @@ def cells(row: Row) -> tuple[str, ...]:
         human_bytes(row.peak_bytes),
         f"{row.grad_error:.0e}",
         f"{row.roofline:.2f}",
+        "" if row.operations is None else "/".join(f"{number:.0f}" for number in row.operations),
+        "" if row.syncs is None else str(row.syncs),
     )
 
 
@@ -74,11 +91,6 @@ def milliseconds(seconds: float) -> str:
     """Three figures or more."""
     value = seconds * 1e3
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
-
-
-def workloads_of(rows: Iterable[Row]) -> list[str]:
-    """The names, in the order of the rows."""
-    return list(dict.fromkeys(row.workload for row in rows))
 
 
 def write(rows: Sequence[Row], facts: dict[str, str], folder: Path) -> list[Path]:
@@ -91,7 +103,7 @@ def write(rows: Sequence[Row], facts: dict[str, str], folder: Path) -> list[Path
     """
     (folder / "figures").mkdir(parents=True, exist_ok=True)
     written = [folder / "benchmarks.json"]
-    content: dict[str, Any] = {"conditions": facts, "rows": [row.to_dict() for row in rows]}
+    content: dict[str, Any] = {"conditions": facts, "rows": [dataclasses.asdict(row) for row in rows]}
     write_atomically(written[0], json.dumps(content, indent=1) + "\n")
     drawn = {name: markup for name, (draw, _) in FIGURES.items() if (markup := draw(rows)) is not None}
     written.append(_page(rows, facts, drawn).write(folder / "benchmarks.html"))
@@ -110,10 +122,9 @@ def _page(rows: Sequence[Row], facts: dict[str, str], figures: dict[str, str]) -
         page.text(f"Quartiles are too far apart for these times to mean much: {', '.join(unsteady)}.")
     for name, markup in figures.items():
         page.figure(markup, FIGURES[name][1], FIGURES[name][1])
-    for name in workloads_of(rows):
-        own = [row for row in rows if row.workload == name]
-        page.heading(f"{name}: {WORKLOADS[name].title}" if name in WORKLOADS else name)
-        page.table(HEADER, [cells(row) for row in own], f"Batch {own[0].batch}, {own[0].repeats} repetitions.")
+    for heading, count, own in tables(rows):
+        page.heading(heading)
+        page.table(HEADER, [cells(row) for row in own], f"{count.capitalize()}.")
     page.heading("Conditions")
     page.table(["what", "value"], list(facts.items()))
     return page
@@ -130,9 +141,16 @@ def read(path: Path) -> tuple[list[Row], dict[str, str]]:
         raise ValueError(f"{path} is not a benchmarks.json of this version: {error}") from error
 
 
+def replaced(old: Sequence[Row], new: Sequence[Row]) -> list[Row]:
+    """The rows of both, new ones in place of all old ones of their workload and dtype, in the order of the registry."""
+    measured = {(row.workload, row.dtype) for row in new}
+    rows = [*(row for row in old if (row.workload, row.dtype) not in measured), *new]
+    return sorted(rows, key=lambda row: (DTYPES.index(row.dtype), list(WORKLOADS).index(row.workload)))
+
+
 def _memory_over_depth(rows: Sequence[Row]) -> str | None:
     """Bytes kept, over blocks: lines for what runs at every depth, points for the peers."""
-    found = [row for row in rows if row.workload in DEPTHS]
+    found = [row for row in rows if row.workload in DEPTHS and row.dtype == DTYPES[0]]
     if len({row.workload for row in found}) < 2:
         return None
     series = {
@@ -148,10 +166,11 @@ def _memory_over_depth(rows: Sequence[Row]) -> str | None:
 
 def _time_over_memory(rows: Sequence[Row]) -> str | None:
     """Time over bytes kept on hamiltonian-74; the memory budgets join revode to store."""
-    found = [row for row in rows if row.workload == "hamiltonian-74" and not methods.METHODS[row.method].compiled]
+    at = ("hamiltonian-74", DTYPES[0])
+    found = [row for row in rows if (row.workload, row.dtype) == at and row.method not in methods.COMPILED]
     if len(found) < 2:
         return None
-    ours = [row for row in found if row.method == "revode" or methods.METHODS[row.method].budget]
+    ours = [row for row in found if row.method == "revode" or row.method in methods.BUDGETS]
     groups = {"revode, memory_budget": sorted(ours, key=lambda row: row.saved_bytes)}
     groups |= {row.method: [row] for row in found if row not in ours}
     series = {
@@ -162,7 +181,10 @@ def _time_over_memory(rows: Sequence[Row]) -> str | None:
 
 
 FIGURES = {
-    "memory-over-depth": (_memory_over_depth, "Bytes kept for backward over depth, both axes logarithmic."),
+    "memory-over-depth": (
+        _memory_over_depth,
+        "Bytes kept for backward over depth, 32 channels at 16x16; peers are points.",
+    ),
     "time-over-memory": (
         _time_over_memory,
         "Time of a step over bytes kept; the line is revode with rising memory_budget.",

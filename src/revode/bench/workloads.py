@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import revode
-from revode.bench.methods import BUDGETS, DEFAULT, PEERS, Wrap
+from revode.bench.methods import BUDGETS, COMPILED, DEFAULT, PEERS, Wrap
 from revode.engine import ReversibleSequence
 from revode.fields import SymmetricField
 from revode.files import unknown
@@ -22,6 +22,7 @@ from revode.schemes import AdditiveCoupling, Momentum, Scheme
 
 H = 0.1
 SEED = 0
+DTYPES = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,8 @@ class Workload:
         methods: those worth running on it by default.
         quick: those that ``--quick`` runs on it; if none, it leaves the workload out.
         extra: those that ``--extra`` adds.
+        in_bfloat16: options that bfloat16 replaces: batch norm, with which networks are trained there.
+        dtype: ``"float32"``, or ``"bfloat16"`` for branches under autocast.
     """
 
     name: str
@@ -47,10 +50,21 @@ class Workload:
     methods: tuple[str, ...] = DEFAULT
     quick: tuple[str, ...] = ()
     extra: tuple[str, ...] = ()
+    in_bfloat16: dict[str, Any] = field(default_factory=dict)
+    dtype: str = DTYPES[0]
 
     def with_batch(self, batch: int) -> Workload:
         """The same with another batch."""
         return dataclasses.replace(self, batch=batch)
+
+    def with_dtype(self, dtype: str) -> Workload:
+        """The same in another precision. Peers do not restore autocast in backward, so bfloat16 is without them."""
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype must be {' or '.join(DTYPES)}, got {dtype!r}")
+        if dtype == self.dtype:
+            return self
+        ways = {name: tuple(m for m in getattr(self, name) if m not in PEERS) for name in ("methods", "quick")}
+        return dataclasses.replace(self, dtype=dtype, options=self.options | self.in_bfloat16, **ways)
 
 
 @dataclass
@@ -63,6 +77,7 @@ class Subject:
         build: makes the module, given how to wrap a sequence.
         parameters: in an order that all methods share.
         differentiable_input: whether the input has a gradient, as it does in the middle of a network.
+        num_branches: in all its sequences.
     """
 
     scheme: Scheme | None
@@ -70,6 +85,7 @@ class Subject:
     build: Callable[[Wrap], nn.Module]
     parameters: list[nn.Parameter]
     differentiable_input: bool
+    num_branches: int
 
 
 def subject(workload: Workload) -> Subject:
@@ -88,7 +104,7 @@ def samples(shape: tuple[int, ...], batch: int, dtype: torch.dtype, layout: str)
 
 def _sequence(fields: list[nn.Module], scheme: Scheme, shape: tuple[int, ...], split_dim: int = 1) -> Subject:
     parameters = [parameter for branch in fields for parameter in branch.parameters()]
-    return Subject(scheme, shape, lambda wrap: wrap(fields, scheme, split_dim, False), parameters, True)
+    return Subject(scheme, shape, lambda wrap: wrap(fields, scheme, split_dim, False), parameters, True, len(fields))
 
 
 def _symmetric(channels: int, h: float, **options: Any) -> SymmetricField:
@@ -99,19 +115,21 @@ def _symmetric(channels: int, h: float, **options: Any) -> SymmetricField:
     return branch
 
 
-def stage(channels: int, size: int, depth: int) -> Subject:
+def stage(channels: int, size: int, depth: int, norm: str = "none") -> Subject:
     """Blocks of a Hamiltonian unit as additive couplings, which every peer can run without a further operation.
 
     Couplings that only add grow the state with the time h * depth, so that is bounded by 1.
     """
     h = min(H, 1 / depth)
-    fields: list[nn.Module] = [_symmetric(channels // 2, h, leading=True) for _ in range(2 * depth)]
+    fields: list[nn.Module] = [
+        _symmetric(channels // 2, h, leading=norm == "none", norm=norm) for _ in range(2 * depth)
+    ]
     return _sequence(fields, AdditiveCoupling(), (channels, size, size))
 
 
-def momentum(channels: int, size: int, depth: int) -> Subject:
+def momentum(channels: int, size: int, depth: int, norm: str = "none") -> Subject:
     """Momentum residual steps, the scheme of momentumnet."""
-    fields: list[nn.Module] = [_symmetric(channels, 1.0) for _ in range(depth)]
+    fields: list[nn.Module] = [_symmetric(channels, 1.0, norm=norm) for _ in range(depth)]
     return _sequence(fields, Momentum(gamma=0.9), (channels, size, size))
 
 
@@ -160,7 +178,33 @@ def network(name: str, **options: Any) -> Subject:
 
     size = model.config.image_size
     scheme = sequences[0].scheme if sequences else None
-    return Subject(scheme, (model.config.in_channels, size, size), build, parameters, False)
+    num_branches = sum(len(sequence.fields) for sequence in sequences)
+    return Subject(scheme, (model.config.in_channels, size, size), build, parameters, False, num_branches)
+
+
+TINY: dict[str, tuple[str, Callable[[], nn.Module], tuple[int, ...]]] = {
+    "linear": ("Linear(8, 8)", lambda: nn.Linear(8, 8), (16,)),
+    "convolution": (
+        "Conv, BatchNorm, ReLU",
+        lambda: nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()),
+        (8, 4, 4),
+    ),
+    "perceptron": (
+        "LayerNorm, MLP, dropout",
+        lambda: nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, 16)),
+        (32,),
+    ),
+}
+"""Branches so small that a step is bookkeeping: what they are, and the shape of a sample."""
+
+
+def tiny(branch: str, depth: int) -> Subject:
+    """Couplings of tiny branches, with weights that keep the state small."""
+    _, make, shape = TINY[branch]
+    fields = [make() for _ in range(depth)]
+    for parameter in nn.ModuleList(fields).parameters():
+        parameter.detach().mul_(H)
+    return _sequence(fields, AdditiveCoupling(), shape)
 
 
 KINDS: dict[str, Callable[..., Subject]] = {
@@ -168,6 +212,7 @@ KINDS: dict[str, Callable[..., Subject]] = {
     "momentum": momentum,
     "attention": attention,
     "network": network,
+    "tiny": tiny,
 }
 
 _WITHOUT_PEERS = tuple(name for name in DEFAULT if name not in PEERS)
@@ -177,7 +222,16 @@ DEPTHS = {"depth-10": 10, "depth-100": 100, "depth-1000": 1000}
 """The workloads that differ in nothing but their blocks."""
 STAGES = {"stage-32x32": (32, 32), "stage-16x16": (64, 16), "stage-8x8": (112, 8)}
 """The units of hamiltonian-74: channels and edge."""
-_BUDGETS = tuple(f"revode-budget-{share}" for share in BUDGETS)
+BOOKKEEPING = tuple(f"tiny-{branch}" for branch in TINY)
+"""The workloads of tiny branches."""
+NUM_TINY = 64
+_BATCH_NORM = {"norm": "batch"}
+
+
+def _network(name: str, batch: int, **choice: Any) -> Workload:
+    return Workload(name=name, title="whole network", kind="network", batch=batch, options={"name": name}, **choice)
+
+
 _ALL = [
     *(
         Workload(
@@ -187,19 +241,17 @@ _ALL = [
             batch=64,
             options={"channels": channels, "size": size, "depth": 8},
             quick=DEFAULT,
-            extra=("revode-compiled",),
+            extra=COMPILED,
+            in_bfloat16=_BATCH_NORM,
         )
         for name, (channels, size) in STAGES.items()
     ),
-    *(
-        Workload(name=name, title="whole network", kind="network", batch=batch, options={"name": name}, **choice)
-        for name, batch, choice in (
-            ("hamiltonian-74", 100, {"quick": _WITHOUT_PEERS, "extra": _BUDGETS}),
-            ("leapfrog-26", 100, {}),
-            ("midpoint-26", 100, {}),
-            ("hamiltonian-1202", 32, {"methods": _WITHOUT_PEERS}),
-        )
+    _network(
+        "hamiltonian-74", 100, quick=_WITHOUT_PEERS, extra=(*BUDGETS, *COMPILED), in_bfloat16={**_BATCH_NORM, "h": 0.3}
     ),
+    _network("leapfrog-26", 100, in_bfloat16=_BATCH_NORM),
+    _network("midpoint-26", 100, in_bfloat16=_BATCH_NORM),
+    _network("hamiltonian-1202", 32, methods=_WITHOUT_PEERS),
     Workload(
         name="attention-12",
         title="12 pairs of attention and perceptron, width 256, 128 tokens",
@@ -214,6 +266,7 @@ _ALL = [
         batch=64,
         options={"channels": 32, "size": 32, "depth": 8},
         quick=DEFAULT,
+        in_bfloat16=_BATCH_NORM,
     ),
     *(
         Workload(
@@ -223,8 +276,20 @@ _ALL = [
             batch=16,
             options={"channels": 32, "size": 16, "depth": depth},
             methods=DEFAULT if depth < 1000 else _WITHOUT_PEERS,
+            in_bfloat16=_BATCH_NORM,
         )
         for name, depth in DEPTHS.items()
+    ),
+    *(
+        Workload(
+            name=name,
+            title=f"bookkeeping of {NUM_TINY} tiny branches: {TINY[branch][0]}",
+            kind="tiny",
+            batch=2,
+            options={"branch": branch, "depth": NUM_TINY},
+            methods=("store", "checkpoint-branches", "minimal", "revode", "revode-exact"),
+        )
+        for name, branch in zip(BOOKKEEPING, TINY, strict=True)
     ),
 ]
 WORKLOADS: dict[str, Workload] = {workload.name: workload for workload in _ALL}

@@ -13,6 +13,7 @@ from revode.commands import check_folder, require
 
 _EPILOG = """example: revode bench --quick
          revode bench --workload stage-32x32 --method revode --method store
+         revode bench --workload hamiltonian-74 --dtype bfloat16 --extra
          revode bench --extra --out results/bench
 exit codes: 0 done, 1 a workload failed and has no rows, 2 bad input"""
 
@@ -37,16 +38,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--layout", default="channels_last", metavar="NAME", help="of the input: channels_last (default) or contiguous"
     )
     parser.add_argument(
+        "--dtype",
+        default="float32",
+        metavar="NAME",
+        help="float32 (default), or bfloat16: branches under autocast, with\nbatch norm; without other libraries",
+    )
+    parser.add_argument(
         "--extra",
         action="store_true",
-        help="also memory budgets on hamiltonian-74, and compiled steps\non the stages (slow)",
+        help="also memory budgets on hamiltonian-74, and compiled steps\nthere and on the stages (slow)",
     )
     parser.add_argument("--json", action="store_true", help="print the rows as JSON and nothing else")
     parser.add_argument("--out", metavar="DIR", help="write benchmarks.json, benchmarks.html and the figures there")
     parser.add_argument(
         "--rows",
         metavar="FILE",
-        help="take the rows of this benchmarks.json; measure only what\n--workload names, and replace its rows",
+        help="take the rows of this benchmarks.json; measure only what\n--workload names, and replace its rows of that dtype",
     )
 
 
@@ -56,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         require("plot")
     if args.batch is not None and args.batch < 1:
         raise ValueError(f"--batch must be at least 1, got {args.batch}")
-    from revode.bench.report import conditions, read, text, write
+    from revode.bench.report import conditions, read, replaced, text, write
 
     check_folder(args.out)
     start, failed = time.monotonic(), False
@@ -65,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         settings = _settings(args)
         facts = conditions(settings)
         measured, failed = _measure(_plan(args), settings)
-        rows = _replace(rows, measured)
+        rows = replaced(rows, measured)
         _note(f"{len(measured)} rows in {time.monotonic() - start:.0f} s")
     if args.json:
         print(json.dumps([row.summary() for row in rows], indent=1))
@@ -93,7 +100,8 @@ def _plan(args: argparse.Namespace) -> list[tuple[Any, list[Any]]]:
 
     names = args.workload or [w.name for w in workloads.WORKLOADS.values() if w.quick or not args.quick]
     plan = []
-    for workload in workloads.find(names):
+    for found in workloads.find(names):
+        workload = found.with_dtype(args.dtype)
         own = workload.quick if args.quick and workload.quick else workload.methods
         chosen = methods.find(args.method or [*own, *(workload.extra if args.extra else ())])
         plan.append((workload if args.batch is None else workload.with_batch(args.batch), chosen))
@@ -105,45 +113,29 @@ def _plan(args: argparse.Namespace) -> list[tuple[Any, list[Any]]]:
 
 def _measure(plan: list[tuple[Any, list[Any]]], settings: Any) -> tuple[list[Any], bool]:
     """Rows, and whether a workload failed: that costs its own rows, not those of the others."""
-    from revode.bench.footprint import Footprints
-    from revode.bench.measure import WIDE, measure, with_block_times
-    from revode.bench.workloads import DEPTHS
+    from revode.bench.measure import WIDE, measure
 
     rows: list[Any] = []
     failed = False
-    with Footprints() as footprints:
-        for workload, methods in plan:
-            _note(f"measuring {workload.name}")
-            try:
-                found = measure(workload, methods, settings, footprints)
-            except (RuntimeError, ValueError) as error:
-                failed = True
-                _note(f"{workload.name} failed and has no rows: {error}")
-                continue
-            rows.extend(found)
-            for row in found:
-                if row.spread > WIDE:
-                    _note(
-                        f"{row.method}'s quartiles lie {row.spread:.0%} of its median apart: its time means little; "
-                        "end other programs, or give more --repeats"
-                    )
-            if not found:
-                names = ", ".join(method.name for method in methods)
-                _note(f"{workload.name} has no rows: {names} is not installed, or cannot run it")
-    over_depth = [workload for workload, _ in plan if workload.name in DEPTHS]
-    if len(over_depth) > 1:
-        _note("measuring the time of a block over depth")
-        rows = with_block_times(rows, over_depth, settings)
+    for workload, methods in plan:
+        _note(f"measuring {workload.name}")
+        try:
+            found = measure(workload, methods, settings)
+        except (RuntimeError, ValueError) as error:
+            failed = True
+            _note(f"{workload.name} failed and has no rows: {error}")
+            continue
+        rows.extend(found)
+        for row in found:
+            if row.spread > WIDE:
+                _note(
+                    f"{row.method}'s quartiles lie {row.spread:.0%} of its median apart: its time means little; "
+                    "end other programs, or give more --repeats"
+                )
+        if not found:
+            names = ", ".join(method.name for method in methods)
+            _note(f"{workload.name} has no rows: {names} is not installed, or cannot run it")
     return rows, failed
-
-
-def _replace(old: list[Any], new: list[Any]) -> list[Any]:
-    """The rows of both, new ones in place of all old ones of their workloads, in the order of the registry."""
-    from revode.bench.workloads import WORKLOADS
-
-    measured = {row.workload for row in new}
-    rows = [row for row in old if row.workload not in measured] + new
-    return sorted(rows, key=lambda row: list(WORKLOADS).index(row.workload))
 
 
 def _note(line: str) -> None:

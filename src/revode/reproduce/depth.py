@@ -49,7 +49,7 @@ class StepCost(Task):
         return units * self.batch_size * forward_flops(self.model, self.dataset, self.options)
 
     def measure(self, setup: Setup) -> dict[str, Any]:
-        from revode.bench.footprint import Footprints, measure_step
+        from revode.bench.fresh import in_fresh_process, measure_step
         from revode.bench.workloads import Workload
 
         options = {"name": self.model, **self.options, **data.describe(self.dataset).network_options}
@@ -57,8 +57,7 @@ class StepCost(Task):
         method, threads = METHODS[self.strategy], setup.threads or torch.get_num_threads()
         try:
             if self.fresh:
-                with Footprints() as footprints:
-                    found = footprints.measure(workload, method, threads, num_timed=self.num_timed)
+                found = in_fresh_process(measure_step, workload, method, threads, "channels_last", self.num_timed)
             else:
                 found = measure_step(workload, method, threads) | {"peak_bytes": None}
         except RuntimeError as error:
