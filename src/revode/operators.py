@@ -52,10 +52,14 @@ class LinearOperator(nn.Module, abc.ABC):
 
     def reset_parameters(self) -> None:
         """Draw the kernel as the paper's authors did: normal with std sqrt(2 / (kernel volume * out_channels))."""
-        if self.weight.is_meta:  # where only shapes are wanted, drawing nothing takes most of the time
-            return
-        volume = math.prod(self.weight.shape[2:])
-        nn.init.normal_(self.weight, std=math.sqrt(2.0 / (volume * self.out_channels)))
+        if not self.weight.is_meta:  # where only shapes are wanted, drawing takes most of the time
+            with torch.no_grad():
+                self.weight.copy_(self.draw())
+
+    def draw(self, generator: torch.Generator | None = None) -> Tensor:
+        """A kernel from the paper's distribution."""
+        std = math.sqrt(2.0 / (math.prod(self.weight.shape[2:]) * self.out_channels))
+        return torch.empty_like(self.weight, requires_grad=False).normal_(std=std, generator=generator)
 
 
 class Conv(LinearOperator):

@@ -7,8 +7,7 @@ import torch
 
 from revode import ReversibleSequence
 from revode.networks import OdeConfig
-from revode.networks.classifier import make_sequence
-from revode.networks.initialization import smooth_in_time_
+from revode.networks.classifier import make_body, smooth_in_time_
 from revode.networks.zoo import HORIZON
 
 NORM = {"hamiltonian": "none", "hamiltonian-1layer": "none", "midpoint": "batch", "leapfrog": "batch"}
@@ -18,8 +17,8 @@ def sequence_of_depth(num_blocks: int, family: str, **options: object) -> Revers
     """One unit of a network: 32 channels in fp64, as the notes tried it."""
     settings = {"horizon": HORIZON, "init": "smooth", "norm": NORM[family], "transition": "squeeze"} | options
     config = OdeConfig(name="unit", family=family, blocks=(num_blocks,), channels=(32,), **settings)
-    sequence = make_sequence(config, 0)
-    assert sequence is not None
+    sequence = make_body(config, 0)
+    assert isinstance(sequence, ReversibleSequence)
     if config.init == "smooth":
         smooth_in_time_(sequence, torch.Generator().manual_seed(2))
     return sequence.double()

@@ -17,13 +17,13 @@ KEYS = "name family layers units channels params_cifar10 params_cifar100 paper_p
 
 @pytest.fixture(scope="module")
 def rows():
-    from revode.networks.description import summarize_all
+    from revode.networks.zoo import summarize_all
 
     return summarize_all()
 
 
 def test_list_names_every_network_in_80_columns(rows, capsys, monkeypatch):
-    monkeypatch.setattr("revode.networks.description.summarize_all", lambda: rows)
+    monkeypatch.setattr("revode.networks.zoo.summarize_all", lambda: rows)
     assert main(["models"]) == 0
     text = capsys.readouterr().out
     assert all(len(line) <= 80 for line in text.splitlines())
@@ -33,7 +33,7 @@ def test_list_names_every_network_in_80_columns(rows, capsys, monkeypatch):
 
 
 def test_json_list_has_the_papers_figures_beside_ours(rows, capsys, monkeypatch):
-    monkeypatch.setattr("revode.networks.description.summarize_all", lambda: rows)
+    monkeypatch.setattr("revode.networks.zoo.summarize_all", lambda: rows)
     assert main(["models", "--json"]) == 0
     found = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
     assert list(found) == revode.list_models()

@@ -8,9 +8,8 @@ from network_gradients import gradients, images, largest_difference, twin
 
 import revode
 from revode.networks import model_config
-from revode.networks.description import count_parameters
 from revode.networks.transformer import GPTS
-from revode.networks.zoo import PAPER_PARAMETERS
+from revode.networks.zoo import PAPER_PARAMETERS, count_parameters
 
 COUNTS = {
     "resnet-32": (464_154, 470_004),

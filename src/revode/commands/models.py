@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         if args.batch_size is not None or args.image_size is not None:
             raise ValueError("--batch-size and --image-size belong to one network: give its NAME")
         return _print_list(args.json)
-    from revode.networks.description import describe
+    from revode.networks.zoo import describe
 
     description = describe(args.name, image_size=args.image_size, batch_size=args.batch_size).to_dict()
     print(json.dumps(description, indent=2) if args.json else "\n".join(_bill(description)))
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print_list(as_json: bool) -> int:
-    from revode.networks.description import summarize_all
+    from revode.networks.zoo import summarize_all
 
     rows = summarize_all()
     if as_json:

@@ -23,8 +23,7 @@ from revode.networks.config import OdeConfig as OdeConfig
 from revode.networks.config import ResNetConfig as ResNetConfig
 from revode.networks.config import ReversibleConfig as ReversibleConfig
 from revode.networks.config import RevNetConfig as RevNetConfig
-from revode.networks.description import Description as Description
-from revode.networks.description import describe as describe
+from revode.networks.cost import Description as Description
 from revode.networks.families import FAMILIES as FAMILIES
 from revode.networks.families import Family as Family
 from revode.networks.families import register_family as register_family
@@ -37,6 +36,7 @@ from revode.networks.refinement import refine as refine
 from revode.networks.unet import UNet as UNet
 from revode.networks.unet import UNetConfig as UNetConfig
 from revode.networks.zoo import create_model as create_model
+from revode.networks.zoo import describe as describe
 from revode.networks.zoo import list_models as list_models
 from revode.networks.zoo import model_config as model_config
 from revode.networks.zoo import register_model as register_model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import singledispatch
 from typing import Any, NamedTuple, cast
 
@@ -12,10 +13,10 @@ from revode.engine import ReversibleSequence
 from revode.engine.regional import compile_branches
 from revode.networks import blocks
 from revode.networks.blocks import Features, join
-from revode.networks.config import NetworkConfig, OdeConfig, ReversibleConfig
+from revode.networks.config import NetworkConfig
 from revode.networks.cost import PartCost, measure_parts, share
-from revode.networks.initialization import smooth_in_time_
-from revode.schemes import Scheme, State
+from revode.operators import LinearOperator
+from revode.schemes import State
 
 
 class NamedSequence(NamedTuple):
@@ -51,17 +52,25 @@ class Stage(nn.Module):
         self.passes_pair = passes_pair
 
     def run_body(self, x: Features) -> Features:
-        """What the transition gets."""
+        """What the transition gets; what a U-Net has set aside is carried past the blocks."""
         if self.body is None:
             return x
         if not isinstance(self.body, ReversibleSequence):
             return self.body(x)
+        entering, aside = (x, ()) if isinstance(x, Tensor) else (x[:2], x[2:])
         # The newest state itself, not the readout: that is a copy, and the unit has saved the state anyway.
-        state = self.body(x, return_state=True)[1]
-        return state if self.passes_pair else state[1]
+        state = self.body(entering, return_state=True)[1]
+        return (*state, *aside) if self.passes_pair else state[1]
 
     def forward(self, x: Features) -> Features:
         return self.transition(self.run_body(x))
+
+    def inverse(self, x: Features, return_state: bool) -> Features:
+        """What came in, as a pair or, where it was one, as a tensor; for stages that pass pairs on."""
+        if not isinstance(self.transition, nn.Identity):
+            x = cast(Any, self.transition).inverse(x)
+        found = cast(ReversibleSequence, self.body).inverse(cast(State, x[:2]), return_state=return_state)
+        return (*found, *x[2:]) if return_state else found
 
 
 class StagedClassifier(nn.Module):
@@ -77,7 +86,6 @@ class StagedClassifier(nn.Module):
     def __init__(self, config: NetworkConfig, stem: nn.Module, stages: list[Stage], head: nn.Module) -> None:
         super().__init__()
         self.config = config
-        self.smallest_edge = config.reduction
         self.stem = stem
         self.stages = nn.ModuleList(stages)
         self.head = head
@@ -97,7 +105,7 @@ class StagedClassifier(nn.Module):
     def run_stages(self, x: Tensor) -> Features:
         """Stem and stages, the pair not yet joined."""
         self.check_image(x)
-        if isinstance(self.config, ReversibleConfig) and self.config.memory_budget and torch.is_grad_enabled():
+        if self.config.memory_budget and torch.is_grad_enabled():
             self._share_budget(x, self.config.memory_budget)
         y: Features = self.stem(x)
         for stage in self.stages:
@@ -106,7 +114,7 @@ class StagedClassifier(nn.Module):
 
     def check_image(self, x: Tensor) -> None:
         """Refuse what is not a batch of images with the right channels, large enough for the units."""
-        smallest = self.smallest_edge
+        smallest = self.config.reduction
         if x.dim() != 4 or x.shape[1] != self.config.in_channels or min(x.shape[2:]) < smallest:
             raise ValueError(
                 f"{self.config.name} takes images of shape (batch, {self.config.in_channels}, height, width) with edges "
@@ -153,12 +161,11 @@ class StagedClassifier(nn.Module):
             return []
         fields = iter([field for sequence in sequences for field in sequence.fields])
         per_block = sequences[0].scheme.fields_per_step
-        config = cast(ReversibleConfig, self.config)
-        counts = config.blocks if config.passage.keeps_units else config.stage_blocks
+        counts = self.config.blocks if self.config.passage.keeps_units else self.config.stage_blocks
         units = []
         for index, num_blocks in enumerate(counts):
             own = tuple(next(fields) for _ in range(num_blocks * per_block))
-            units.append(Unit(f"unit {index + 1}", own, per_block, config.step_size(index)))
+            units.append(Unit(f"unit {index + 1}", own, per_block, self.config.step_size(index)))
         return units
 
     def extra_repr(self) -> str:
@@ -170,7 +177,7 @@ class InvertibleClassifier(StagedClassifier):
 
     def check_image(self, x: Tensor) -> None:
         super().check_image(x)
-        factor = self.smallest_edge
+        factor = self.config.reduction
         if any(edge % factor for edge in x.shape[2:]):
             raise ValueError(
                 f"transition='squeeze' halves images exactly: their edges must be multiples of {factor}, got {tuple(x.shape)}"
@@ -187,39 +194,31 @@ class InvertibleClassifier(StagedClassifier):
         Args:
             features: both members of the last pair, joined along the channels, as `features` returns them.
         """
-        config = cast(ReversibleConfig, self.config)
-        channels = config.channels[-1] * (1 if config.splits else 2)
-        if features.dim() != 4 or features.shape[1] != channels:
+        channels = self.config.pair_channels
+        if features.dim() != 2 + self.config.ndim or features.shape[1] != channels:
             raise ValueError(f"inverse takes features of shape (batch, {channels}, …), got {tuple(features.shape)}")
-        state = cast(State, features.chunk(2, dim=1))
-        first, *later = (sequence for _, sequence, _ in self.sequences())
-        for sequence in reversed(later):
-            state = sequence.inverse(state, return_state=True)
-            state = blocks.unsqueeze(state[0]), blocks.unsqueeze(state[1])
-        return cast(blocks.PadStem, self.stem).inverse(first.inverse(state))
+        x: Features = features.chunk(2, dim=1)
+        for stage in reversed(cast(list[Stage], self.stages)):
+            x = stage.inverse(x, return_state=stage is not self.stages[0])
+        return cast(blocks.PadStem, self.stem).inverse(cast(Tensor, x))
 
 
 @singledispatch
 def build(config: NetworkConfig) -> StagedClassifier:
     """The network that `config` describes, with fresh weights."""
-    invertible = config.passage.carries_pair
-    seed = draw_seed(config)
-    reversible = isinstance(config, ReversibleConfig)
-    stages = [] if reversible else _make_stages(config)  # seeds draw a ResNet's stem after its units, others' before
-    stem = (blocks.PadStem if invertible else blocks.ConvStem)(config.in_channels, config.channels[0])
+    return assemble(config, InvertibleClassifier if config.passage.carries_pair else StagedClassifier)
+
+
+def assemble(config: NetworkConfig, kind: type[StagedClassifier]) -> StagedClassifier:
+    """A network of this kind: stem, stages, head."""
+    # The seed of smooth kernels is drawn before anything else, so that it does not depend on the depth.
+    seed = int(torch.randint(2**62, ())) if config.init == "smooth" else None
+    stages = (
+        [] if config.row.scheme else _make_stages(config)
+    )  # seeds draw a ResNet's stem after its units, others' before
+    stem = (blocks.PadStem if config.passage.carries_pair else blocks.ConvStem)(config.in_channels, config.channels[0])
     stages = stages or _make_stages(config)
-    head = blocks.NormHead if config.passage.normed_head else blocks.LinearHead
-    kind = InvertibleClassifier if invertible else StagedClassifier
-    return with_smooth_kernels(kind(config, stem, stages, head(config.head_channels, config.num_classes)), seed)
-
-
-def draw_seed(config: NetworkConfig) -> int | None:
-    """A seed for kernels smooth in time, drawn before anything else so that it does not depend on the depth; or None."""
-    return int(torch.randint(2**62, ())) if isinstance(config, OdeConfig) and config.init == "smooth" else None
-
-
-def with_smooth_kernels(model: StagedClassifier, seed: int | None) -> StagedClassifier:
-    """The network, its kernels drawn smooth in time if there is a seed."""
+    model = kind(config, stem, stages, config.passage.head(config.head_channels, config.num_classes))
     if seed is not None:
         generator = torch.Generator().manual_seed(seed)
         for _, sequence, _ in model.sequences():
@@ -228,47 +227,37 @@ def with_smooth_kernels(model: StagedClassifier, seed: int | None) -> StagedClas
 
 
 def _make_stages(config: NetworkConfig) -> list[Stage]:
-    return [_make_stage(config, unit) for unit in range(config.num_units)]
+    passage, last = config.passage, config.num_units - 1
+    pair = config.splits or passage.carries_pair
+    return [
+        Stage(
+            make_body(config, unit),
+            (passage.between if unit < last else passage.behind)(config, unit),
+            passes_pair=pair,
+        )
+        for unit in range(config.num_units)
+    ]
 
 
-def _make_stage(config: NetworkConfig, unit: int) -> Stage:
-    """Blocks and transition of one unit."""
-    body = make_sequence(config, unit) if isinstance(config, ReversibleConfig) else _make_residual(config, unit)
-    last = unit == config.num_units - 1
-    following = config.channels[unit] if last else config.channels[unit + 1]
-    make_transition = config.passage.behind if last else config.passage.between
-    transition = make_transition(config.channels[unit], following, config.norm, config.activation)
-    pair = isinstance(config, ReversibleConfig) and (config.splits or config.passage.carries_pair)
-    return Stage(body, transition, passes_pair=pair)
-
-
-def _make_blocks(config: NetworkConfig, unit: int, **first_block: Any) -> list[nn.Module]:
-    """The branches that run at the width of this unit; `first_block` are options of the first block only."""
-    options = {"activation": config.activation, "norm": config.norm, "ndim": config.ndim}
-    found = []
-    for index in range(config.stage_blocks[unit]):
-        extra = first_block if index == 0 else {}
-        found += config.row.block(config.stage_channels[unit], unit == index == 0, **options, **extra)
-    return found
-
-
-def _make_residual(config: NetworkConfig, unit: int) -> nn.Sequential:
-    """The blocks of a network that is not reversible; the first of a later unit halves the resolution."""
-    before = config.channels[max(0, unit - 1)]
-    blocks = _make_blocks(config, unit, in_channels=before, stride=2 if unit else 1)
-    if config.compile:
-        compile_branches(blocks)
-    return nn.Sequential(*blocks)
-
-
-def make_sequence(config: ReversibleConfig, unit: int) -> ReversibleSequence | None:
+def make_body(config: NetworkConfig, unit: int) -> nn.Module | None:
     """The blocks at the width of this unit, or None if there are none."""
-    fields = _make_blocks(config, unit)
+    row, scheme = config.row, cast(Any, config.row.scheme)
+    options: dict[str, Any] = {"activation": config.activation, "norm": config.norm, "ndim": config.ndim}
+    entrance = {} if scheme else {"in_channels": config.channels[max(0, unit - 1)], "stride": 2 if unit else 1}
+    fields: list[nn.Module] = []
+    for index in range(config.stage_blocks[unit]):
+        special = entrance if index == 0 else {}
+        fields += row.block(config.stage_channels[unit], unit == index == 0, **options, **special)
+    if scheme is None:
+        if config.compile:
+            compile_branches(fields)
+        return nn.Sequential(*fields)
+    time = {"h": config.step_size(unit), "start": config.start} if row.integrates else {}
     if not fields:
         return None
     return ReversibleSequence(
         fields,
-        _make_scheme(config, unit),
+        scheme(**time, damping=config.damping),
         backprop=config.backprop,
         exact=config.exact,
         anchor_every=config.anchor_every,
@@ -278,9 +267,30 @@ def make_sequence(config: ReversibleConfig, unit: int) -> ReversibleSequence | N
     )
 
 
-def _make_scheme(config: ReversibleConfig, unit: int) -> Scheme:
-    """The integrator of the unit at this index."""
-    kind: Any = config.row.scheme
-    if isinstance(config, OdeConfig) and config.row.integrates:
-        return kind(config.step_size(unit), start=config.start, damping=config.damping)
-    return kind(damping=config.damping)
+def smooth_in_time_(sequence: ReversibleSequence, generator: torch.Generator) -> None:
+    """Overwrite the kernels of a sequence by ones that vary smoothly in time.
+
+    Independent kernels in every block are a noise that the ODE view has no limit for. Here the kernels of N blocks are samples
+    of one curve for each position within a block,
+
+        K_j = cos(θ_j) A + sin(θ_j) B,    θ_j = (π/2) (j + 1/2) / N,
+
+    with A and B drawn as the paper draws a kernel: every K_j has the paper's distribution, neighbours differ by O(1/N), and
+    with h = T/N the network converges as N grows.
+
+    Args:
+        sequence: its fields have an ``operator``.
+        generator: where A and B are drawn from; what is drawn does not depend on N.
+    """
+    per_step = sequence.scheme.fields_per_step
+    done: set[int] = set()
+    for position in range(per_step):
+        operators = [cast(LinearOperator, field.operator) for field in sequence.fields[position::per_step]]
+        if id(operators[0].weight) in done:  # the second layer of a block that shares its kernel
+            continue
+        done.update(id(operator.weight) for operator in operators)
+        start, end = operators[0].draw(generator), operators[0].draw(generator)
+        for j, operator in enumerate(operators):
+            angle = 0.5 * math.pi * (j + 0.5) / len(operators)
+            with torch.no_grad():
+                operator.weight.copy_(math.cos(angle) * start + math.sin(angle) * end)

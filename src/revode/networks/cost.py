@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -24,7 +25,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from revode.engine import ReversibleSequence
 from revode.engine.accounting import SavedTensors
-from revode.networks.blocks import Features, join
+from revode.networks.blocks import join
+from revode.networks.config import NetworkConfig
 
 
 @dataclass(frozen=True)
@@ -68,18 +70,67 @@ class PartCost:
         )
 
 
-_BATCHES = (2, 3)
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """What a network is made of and what a training step of it costs.
+
+    ``parts`` are its stem, units, transitions and head in order; `bytes_kept` is what backward keeps of a batch.
+    """
+
+    config: NetworkConfig
+    image_shape: tuple[int, ...]
+    batch_size: int
+    parts: tuple[PartCost, ...]
+
+    @property
+    def num_layers(self) -> int:
+        return self.config.num_layers
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(part.num_parameters for part in self.parts)
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of one forward pass of one image; a multiply-add counts as two."""
+        return sum(part.flops for part in self.parts)
+
+    def bytes_kept(self, strategy: str) -> int:
+        """Bytes of activations kept for backward."""
+        return sum(part.saved[strategy].of(self.batch_size) for part in self.parts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "name": self.config.name,
+            "family": self.config.family,
+            "layers": self.config.num_layers,
+            "config": self.config.to_dict(),
+            "image_shape": list(self.image_shape),
+            "batch_size": self.batch_size,
+            "params": self.num_parameters,
+            "flops_per_image": self.flops,
+            "activation_bytes": {strategy: self.bytes_kept(strategy) for strategy in self.config.strategies},
+            "stages": [
+                {
+                    "name": part.name,
+                    "blocks": part.num_blocks,
+                    "shape": list(part.shape),
+                    "params": part.num_parameters,
+                    "flops_per_image": part.flops,
+                    "activation_bytes": {name: kept.of(self.batch_size) for name, kept in part.saved.items()},
+                }
+                for part in self.parts
+            ],
+        }
 
 
-class _Part(NamedTuple):
-    """A part of one pass: the module, its output's shape, bytes saved by it and by each of its branches, FLOPs."""
+class _Step(NamedTuple):
+    """A part of one pass: the shape it leaves, FLOPs, and bytes saved up to the end of each of its branches and its own."""
 
-    name: str
-    module: nn.Module
     shape: tuple[int, ...]
-    num_bytes: int
-    branch_bytes: list[int]
     flops: int
+    saved: list[int]
 
 
 def measure_parts(model: Any, image_shape: tuple[int, ...]) -> list[PartCost]:
@@ -89,73 +140,76 @@ def measure_parts(model: Any, image_shape: tuple[int, ...]) -> list[PartCost]:
         model: a `StagedClassifier`; its mode, dtype and device are those that are measured.
         image_shape: channels and edges.
     """
+    paths = _paths(model)
     walks = {
-        strategy: [list(_walk(model, strategy, batch, image_shape)) for batch in _BATCHES]
+        strategy: [_walk(model, list(paths.values()), strategy, batch, image_shape) for batch in (2, 3)]
         for strategy in model.config.strategies
     }
     found, seen = [], set()
-    for index, part in enumerate(walks["store"][0]):
-        new = {id(parameter): parameter.numel() for parameter in part.module.parameters() if id(parameter) not in seen}
+    for index, (name, path) in enumerate(paths.items()):
+        module = model.get_submodule(path)
+        new = {id(parameter): parameter.numel() for parameter in module.parameters() if id(parameter) not in seen}
         seen.update(new)
-        saved = {name: _affine(*(walk[index].num_bytes for walk in pair)) for name, pair in walks.items()}
-        branches = map(_affine, *(walk[index].branch_bytes for walk in walks["store"]))
-        found.append(
-            PartCost(
-                part.name, _num_blocks(part.module), part.shape, sum(new.values()), part.flops, saved, tuple(branches)
-            )
-        )
+        steps = {strategy: [walk[index] for walk in pair] for strategy, pair in walks.items()}
+        saved = {strategy: _affine(*(sum(step.saved) for step in pair)) for strategy, pair in steps.items()}
+        branches = tuple(map(_affine, *(step.saved[:-1] for step in steps["store"])))
+        small = steps["store"][0]
+        part = PartCost(name, _num_blocks(module), small.shape, sum(new.values()), small.flops // 2, saved, branches)
+        found.append(part)
     return found
 
 
-def _walk(model: Any, strategy: str, batch: int, image_shape: tuple[int, ...]) -> Iterator[_Part]:
-    """One forward pass under a strategy, on zeros; a tensor that is saved twice is counted where it is saved first."""
-    parameter = next(model.parameters())
-    y: Any = torch.zeros(batch, *image_shape, dtype=parameter.dtype, device=parameter.device)
-    with torch.enable_grad(), SavedTensors(model.parameters()) as saved:
-        for name, module, call in _parts(model, strategy):
-            before, marks = saved.num_bytes, [saved.num_bytes]
-            fields = module.fields if isinstance(module, ReversibleSequence) else []
-            hooks = [field.register_forward_hook(lambda *_, m=marks: m.append(saved.num_bytes)) for field in fields]
-            with FlopCounterMode(display=False) as counter:
-                y = _call(call, y)
-            for hook in hooks:
-                hook.remove()
-            newest = isinstance(module, ReversibleSequence) and not module.scheme.splits and not isinstance(y, Tensor)
-            shape = tuple((y[1] if newest else join(y if isinstance(y, Tensor) else y[:2])).shape[1:])
-            branches = [last - first for first, last in itertools.pairwise(marks)]
-            yield _Part(name, module, shape, saved.num_bytes - before, branches, counter.get_total_flops() // batch)
+def _paths(model: Any) -> dict[str, str]:
+    """The parts of a network in order: the name of each, and where it is."""
+    paths = {"stem": "stem"}
+    for index, stage in enumerate(model.stages):
+        if stage.body is not None:
+            paths[f"unit {index + 1}"] = f"stages.{index}.body"
+        if not isinstance(stage.transition, nn.Identity):
+            name = f"to unit {index + 2}" if index + 1 < len(model.stages) else "connector"
+            paths[name] = f"stages.{index}.transition"
+    return paths | {"head": "head"}
 
 
-def _parts(model: Any, strategy: str) -> Iterator[tuple[str, nn.Module, nn.Module]]:
-    """Name, module, and the module as `strategy` runs it."""
-    yield "stem", model.stem, model.stem
-    for number, stage in enumerate(model.stages, start=1):
+def _walk(model: Any, paths: list[str], strategy: str, batch: int, image_shape: tuple[int, ...]) -> list[_Step]:
+    """One forward pass under a strategy, on zeros, part by part.
+
+    A tensor that is saved twice is counted where it is saved first. Running statistics stay where they are.
+    """
+    twin, parameter = _twin(model, strategy), next(model.parameters())
+    x = torch.zeros(batch, *image_shape, dtype=parameter.dtype, device=parameter.device)
+    buffers = {name: buffer.clone() for name, buffer in twin.named_buffers()}
+    steps: list[_Step] = []
+    marks = [0]  # bytes at the end of the part before, and of each branch since
+    with ExitStack() as hooks, torch.enable_grad(), SavedTensors(model.parameters()) as saved:
+        counter = hooks.enter_context(FlopCounterMode(display=False))
+
+        def end_part(module: nn.Module, _: Any, output: Any) -> None:
+            marks.append(saved.num_bytes)
+            y = output[0] if isinstance(module, ReversibleSequence) else output
+            shape = tuple(join(y if isinstance(y, Tensor) else y[:2]).shape[1:])
+            flops = counter.get_total_flops() - sum(step.flops for step in steps)
+            steps.append(_Step(shape, flops, [last - first for first, last in itertools.pairwise(marks)]))
+            del marks[:-1]
+
+        for module in map(twin.get_submodule, paths):
+            for field in module.fields if isinstance(module, ReversibleSequence) else ():
+                hook = field.register_forward_hook(lambda *_: marks.append(saved.num_bytes))
+                hooks.callback(hook.remove)
+            hooks.callback(module.register_forward_hook(end_part).remove)
+        functional_call(twin, buffers, (x,))
+    return steps
+
+
+def _twin(model: Any, strategy: str) -> Any:
+    """The network with the same parts under another strategy, and without a budget."""
+    stages = []
+    for stage in model.stages:
         body = stage.body
         if isinstance(body, ReversibleSequence):
-            twin = body.with_strategy(backprop=strategy, memory_budget=None)
-            yield f"unit {number}", body, type(stage)(twin, nn.Identity(), passes_pair=stage.passes_pair)
-        elif body is not None:
-            yield f"unit {number}", body, body
-        if not isinstance(stage.transition, nn.Identity):
-            name = f"to unit {number + 1}" if number < len(model.stages) else "connector"
-            yield name, stage.transition, stage.transition
-    yield "head", model.head, _Head(model)
-
-
-class _Head(nn.Module):
-    """The head with what it sees of the last features."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.head, self.readout = model.head, model.readout
-
-    def forward(self, x: Features) -> Tensor:
-        return self.head(self.readout(x))
-
-
-def _call(module: nn.Module, x: Features) -> Features:
-    """module(x) on copies of its buffers, so that running statistics stay where they are."""
-    return functional_call(module, {name: buffer.clone() for name, buffer in module.named_buffers()}, (x,))
+            body = body.with_strategy(backprop=strategy, memory_budget=None)
+        stages.append(type(stage)(body, stage.transition, passes_pair=stage.passes_pair))
+    return type(model)(replace(model.config, memory_budget=None), model.stem, stages, model.head)
 
 
 def _affine(two: int, three: int) -> Bytes:
@@ -169,36 +223,20 @@ def _num_blocks(module: nn.Module) -> int:
     return len(module) if isinstance(module, nn.Sequential) else 0
 
 
-@dataclass(frozen=True)
-class Need:
-    """What a unit can use: at least `minimum` bytes, at most `full`; `worth` is the FLOPs spared by a byte."""
-
-    minimum: int
-    full: int
-    worth: float
-
-
-def unit_need(part: PartCost, batch: int) -> Need:
-    """The need of a reversible unit for a batch of this size: its pairs, and one or all graphs of its branches."""
-    graphs = [branch.of(batch) for branch in part.branches]
-    pairs = part.saved["reversible"].of(batch)
-    return Need(pairs + max(graphs), pairs + sum(graphs), part.flops * batch / max(1, sum(graphs)))
-
-
 def share(budget: int, parts: list[PartCost], batch: int) -> list[int]:
     """The bytes for each reversible unit among `parts`, in order; with everything else they stay within `budget`."""
-    needs = [unit_need(part, batch) for part in parts if part.branches]
-    elsewhere = sum(part.saved["reversible"].of(batch) for part in parts if not part.branches)
-    minimum = elsewhere + sum(need.minimum for need in needs)
+    units = [part for part in parts if part.branches]
+    graphs = [[branch.of(batch) for branch in unit.branches] for unit in units]
+    shares = [unit.saved["reversible"].of(batch) + max(own) for unit, own in zip(units, graphs, strict=True)]
+    minimum = sum(shares) + sum(part.saved["reversible"].of(batch) for part in parts if not part.branches)
     if budget < minimum:
         raise ValueError(
             f"memory_budget={budget} is too small for a batch of {batch}: stem, transitions, head and the smallest "
             f"possible units (a pair and one branch each) need {minimum} bytes"
         )
-    shares = [need.minimum for need in needs]
     left = budget - minimum
-    for index in sorted(range(len(needs)), key=lambda index: -needs[index].worth):
-        extra = min(left, needs[index].full - needs[index].minimum)
+    for index in sorted(range(len(units)), key=lambda index: -units[index].flops / max(1, sum(graphs[index]))):
+        extra = min(left, sum(graphs[index]) - max(graphs[index]))
         shares[index] += extra
         left -= extra
     return shares

@@ -25,43 +25,55 @@ from revode.fields import AntisymmetricField, OneLayerField, SymmetricField
 from revode.networks import blocks
 from revode.schemes import AdditiveCoupling, Leapfrog, MidPoint, Scheme, Verlet
 
+Part = Callable[[Any, int], nn.Module]
+"""(config, unit) -> a part of the network that the config describes."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Transition:
     """What lies between two units.
 
     Attributes:
-        between: (channels, next channels, norm, activation) -> the module between two units.
-        behind: The same for what follows the last unit.
+        between: Makes what follows a unit, other than the last.
+        behind: Makes what follows the last unit.
         extra_blocks: (unit, last unit) -> how many more blocks than its own run at the unit's width; may be negative.
         keeps_units: Whether every block that the paper counts is reversible, so that units are as the paper counts them.
         carries_pair: Whether every scheme passes its pair on, so that the whole network can be undone.
-        normed_head: Whether the head has a norm of its own.
+        head: (channels, classes) -> what follows the last transition.
     """
 
-    between: Callable[[int, int, str, str], nn.Module]
-    behind: Callable[[int, int, str, str], nn.Module] = lambda *_: nn.Identity()
+    between: Part = lambda config, unit: nn.Identity()
+    behind: Part = lambda config, unit: nn.Identity()
     extra_blocks: Callable[[int, int], int] = lambda unit, last: 0
     keeps_units: bool = False
     carries_pair: bool = False
-    normed_head: bool = True
+    head: Callable[[int, int], nn.Module] = blocks.NormHead
+
+
+def _sizes(config: Any, unit: int) -> tuple[int, int, str, str]:
+    """What a transition with convolutions is made from; the last one keeps the channels."""
+    following = config.channels[min(unit + 1, config.num_units - 1)]
+    return config.channels[unit], following, config.norm, config.activation
 
 
 TRANSITIONS: dict[str, Transition] = {
     "pool_pad": Transition(
-        between=lambda channels, following, norm, activation: blocks.PoolPad(following),
+        between=lambda config, unit: blocks.PoolPad(config.channels[unit + 1]),
         extra_blocks=lambda unit, last: (unit < last) - (unit > 0),
         keeps_units=True,
     ),
     "connector": Transition(
-        between=blocks.Connector,
-        behind=lambda *sizes: blocks.Connector(*sizes, pools=False),
+        between=lambda config, unit: blocks.Connector(*_sizes(config, unit)),
+        behind=lambda config, unit: blocks.Connector(*_sizes(config, unit), pools=False),
         extra_blocks=lambda unit, last: -1,
-        normed_head=False,
+        head=blocks.LinearHead,
     ),
-    "squeeze": Transition(between=lambda *_: blocks.Squeeze(), carries_pair=True),
-    "strided": Transition(between=blocks.StridedBlock, extra_blocks=lambda unit, last: -(unit > 0)),
-    "none": Transition(between=lambda *_: nn.Identity()),
+    "squeeze": Transition(between=lambda config, unit: blocks.Squeeze(), carries_pair=True),
+    "strided": Transition(
+        between=lambda config, unit: blocks.StridedBlock(*_sizes(config, unit)),
+        extra_blocks=lambda unit, last: -(unit > 0),
+    ),
+    "none": Transition(),
 }
 
 
@@ -135,45 +147,18 @@ def _resnet(channels: int, first: bool, *, in_channels: int | None = None, **opt
     return [blocks.ResidualBlock(in_channels or channels, channels, leading=not first, **options)]
 
 
-_STABLE = "Re λ = 0: stable"
+_STABLE: dict[str, Any] = {"integrates": True, "theory": "Re λ = 0: stable"}
+_RULE_H: dict[str, Any] = {**_STABLE, "scheme": Verlet, "defaults": {"norm": "none"}}
+"""Rule H of the paper's counts: biases, pool and pad."""
+_RULE_M: dict[str, Any] = {**_STABLE, "layers_per_block": 2, "transition": "connector", "fewest_blocks": 2}
+"""Rule M: a norm in every step, connectors."""
 
-register_family(
-    Family(
-        name="hamiltonian",
-        block=_hamiltonian,
-        layers_per_block=4,
-        scheme=Verlet,
-        integrates=True,
-        defaults={"norm": "none"},  # rule H of the paper's counts: biases, pool and pad
-        theory=_STABLE,
-    )
-)
-register_family(
-    Family(
-        name="hamiltonian-1layer",  # Haber & Ruthotto's block, one kernel shared by its two layers
-        block=_one_layer,
-        layers_per_block=2,
-        scheme=Verlet,
-        integrates=True,
-        norms=("none",),
-        defaults={"norm": "none"},
-        theory=_STABLE,
-    )
-)
-for _name, _scheme, _block in (("midpoint", MidPoint, _midpoint), ("leapfrog", Leapfrog, _leapfrog)):
-    register_family(
-        Family(
-            name=_name,
-            block=_block,
-            layers_per_block=2,
-            scheme=_scheme,
-            integrates=True,
-            transition="connector",  # rule M: a norm in every step, connectors
-            fewest_blocks=2,
-            theory=_STABLE,
-        )
-    )
-register_family(
+for _family in (
+    Family(name="hamiltonian", block=_hamiltonian, layers_per_block=4, **_RULE_H),
+    # Haber & Ruthotto's block, one kernel shared by its two layers
+    Family(name="hamiltonian-1layer", block=_one_layer, layers_per_block=2, norms=("none",), **_RULE_H),
+    Family(name="midpoint", block=_midpoint, scheme=MidPoint, **_RULE_M),
+    Family(name="leapfrog", block=_leapfrog, scheme=Leapfrog, **_RULE_M),
     Family(
         name="revnet",
         block=_revnet,
@@ -181,14 +166,7 @@ register_family(
         scheme=AdditiveCoupling,
         norms=("batch", "tv"),
         transition="strided",
-    )
-)
-register_family(
-    Family(
-        name="resnet",
-        block=_resnet,
-        layers_per_block=2,
-        transition="none",
-        channels=lambda layers: (16, 32, 64),
-    )
-)
+    ),
+    Family(name="resnet", block=_resnet, layers_per_block=2, transition="none", channels=lambda layers: (16, 32, 64)),
+):
+    register_family(_family)

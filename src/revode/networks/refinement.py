@@ -21,7 +21,7 @@ from torch.optim.swa_utils import update_bn
 
 from revode.engine import ReversibleSequence
 from revode.networks.classifier import StagedClassifier, build
-from revode.networks.config import NetworkConfig, OdeConfig
+from revode.networks.config import NetworkConfig
 from revode.networks.zoo import model_config
 
 
@@ -99,10 +99,10 @@ class Resampling:
         }
 
 
-def config_at_depth(config: NetworkConfig, name: str) -> OdeConfig:
+def config_at_depth(config: NetworkConfig, name: str) -> NetworkConfig:
     """The config with the blocks of the network `name`, and the step sizes that leave the time at each width as it is."""
     wanted = model_config(name)
-    if not isinstance(config, OdeConfig):
+    if not config.row.integrates:
         raise ValueError(
             f"{config.name} takes no steps in time, so its depth cannot be changed; take a Hamiltonian, MidPoint or "
             "Leapfrog network"
@@ -123,7 +123,7 @@ def config_at_depth(config: NetworkConfig, name: str) -> OdeConfig:
     return dataclasses.replace(target, h=h, horizon=None)
 
 
-def _resampled(model: StagedClassifier, config: OdeConfig, batches: Iterable[Tensor] | None) -> StagedClassifier:
+def _resampled(model: StagedClassifier, config: NetworkConfig, batches: Iterable[Tensor] | None) -> StagedClassifier:
     weight = next(model.parameters())
     with torch.random.fork_rng(devices=[]):
         target = build(config).to(weight.device, weight.dtype).train(model.training)

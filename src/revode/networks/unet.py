@@ -16,31 +16,23 @@ Backward keeps the last pair of each unit, however many blocks it has; transform
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, cast
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from revode.engine import ReversibleSequence
 from revode.engine.arrival import WIDTH as fingerprint_width
 from revode.engine.grid import Grid
 from revode.networks import blocks
 from revode.networks.blocks import Features
-from revode.networks.classifier import (
-    Stage,
-    StagedClassifier,
-    build,
-    draw_seed,
-    make_sequence,
-    with_smooth_kernels,
-)
-from revode.networks.config import KINDS, OdeConfig, require_choice
+from revode.networks.classifier import InvertibleClassifier, StagedClassifier, assemble, build
+from revode.networks.config import KINDS, NetworkConfig, not_among
 from revode.networks.cost import PartCost, measure_parts
-from revode.networks.families import FAMILIES, TRANSITIONS, Family, Transition
-from revode.schemes import State
+from revode.networks.families import FAMILIES, Family, Transition
 
 Resampling = Callable[[Tensor, Grid | None], Tensor]
 
@@ -52,7 +44,7 @@ RESAMPLINGS: dict[str, tuple[Resampling, Resampling]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class UNetConfig(OdeConfig):
+class UNetConfig(NetworkConfig):
     """A reversible U-Net.
 
     Args:
@@ -75,43 +67,24 @@ class UNetConfig(OdeConfig):
     usual_batch = 1
     scores_points = True
 
-    def __post_init__(self) -> None:
-        require_choice("scheme", self.scheme, [name for name, row in FAMILIES.items() if row.scheme is not None])
+    def _family_faults(self) -> Iterator[str]:
+        yield from not_among("family", self.family, ("unet",))
+        yield from not_among("scheme", self.scheme, [name for name, row in FAMILIES.items() if row.scheme is not None])
         if self.ndim not in (1, 2, 3):
-            raise ValueError(f"ndim must be 1, 2 or 3, got {self.ndim!r}")
-        super().__post_init__()
+            yield f"ndim must be 1, 2 or 3, got {self.ndim!r}"
 
-    def _check_family(self) -> None:
-        require_choice("family", self.family, ("unet",))
-
-    def _check_time(self) -> None:
-        if self.row.integrates:
-            super()._check_time()
-        elif (self.h, self.horizon, self.init) != (None, None, "independent"):
-            raise ValueError(
-                f"blocks of scheme={self.scheme!r} take no steps in time: leave out h, horizon and init, "
-                f"got h={self.h}, horizon={self.horizon}, init={self.init!r}"
-            )
-
-    def _check_channels(self) -> None:
-        most = 2**self.ndim
-        first = self.channels[0]
-        if first % self._num_parts or any(
-            c % self.multiple or c > most * b for b, c in itertools.pairwise(self.channels)
-        ):
-            raise ValueError(
-                f"channels of {self.name} must be multiples of {self._num_parts}, behind the first of {self.multiple}, and "
+    def _layout_faults(self) -> Iterator[str]:
+        most, first, parts = 2**self.ndim, self.channels[0], 2 if self.splits else 1
+        if first % parts or any(c % self.multiple or c > most * b for b, c in itertools.pairwise(self.channels)):
+            yield (
+                f"channels of {self.name} must be multiples of {parts}, behind the first of {self.multiple}, and "
                 f"at most {most} times those before them, got {self.channels}"
             )
         if first < self.in_channels:
-            raise ValueError(
+            yield (
                 f"the first unit repeats the {self.in_channels} channels of its input and must have at least as many, "
                 f"got channels={self.channels}"
             )
-        self._check_equal_steps()
-
-    def _check_image(self) -> None:
-        """Any size will do."""
 
     @property
     def row(self) -> Family:
@@ -119,17 +92,16 @@ class UNetConfig(OdeConfig):
 
     @property
     def passage(self) -> Transition:
-        return TRANSITIONS["squeeze"]
+        return Transition(between=_transition, carries_pair=True, head=partial(blocks.PointHead, ndim=self.ndim))
 
     @property
-    def _num_parts(self) -> int:
-        """Into how many parts a scheme splits the channels."""
-        return 2 if self.splits else 1
+    def entries(self) -> list[str]:
+        return [field.name for field in fields(self)]
 
     @property
     def multiple(self) -> int:
         """The channels that one finer channel of each member becomes."""
-        return 2**self.ndim * self._num_parts
+        return 2**self.ndim * (2 if self.splits else 1)
 
     @property
     def num_units(self) -> int:
@@ -141,10 +113,6 @@ class UNetConfig(OdeConfig):
         return self.row.layers_per_block * sum(self.stage_blocks) + 1
 
     @property
-    def reduction(self) -> int:
-        return 2 ** (len(self.channels) - 1)
-
-    @property
     def stage_blocks(self) -> tuple[int, ...]:
         return self.blocks + self.blocks[-2::-1]
 
@@ -154,28 +122,24 @@ class UNetConfig(OdeConfig):
 
     @property
     def head_channels(self) -> int:
-        """Channels of both members of the last pair."""
-        return 2 * self.channels[0] // self._num_parts
+        return self.pair_channels
 
     def step_size(self, unit: int) -> float:
-        return super().step_size(min(unit, self.num_units - 1 - unit)) if self.row.integrates else 1.0
+        return super().step_size(min(unit, self.num_units - 1 - unit))
 
     def _resolve(self, options: dict[str, Any]) -> dict[str, Any]:
         """One number of blocks is for every unit; another scheme has the norm and the step size of its family."""
-        options = {"channels": self.channels} | options
+        options = super()._resolve({"channels": self.channels} | options)
         given = options.get("blocks", self.blocks)
         num_levels = len(options["channels"]) if isinstance(options["channels"], list | tuple) else 1
         if isinstance(given, int) or ("blocks" not in options and num_levels != len(given)):
             options["blocks"] = (given if isinstance(given, int) else given[0],) * num_levels
-        if options.get("scheme", self.scheme) != self.scheme and options["scheme"] in FAMILIES:
-            row = FAMILIES[options["scheme"]]
-            time = (
-                {}
-                if row.integrates and self.row.integrates
-                else {"h": 0.1 if row.integrates else None, "horizon": None}
-            )
-            options = {"norm": row.defaults.get("norm", "batch"), **time} | options
-        return super()._resolve(options)
+        row = FAMILIES.get(options.get("scheme", self.scheme))
+        if row is not None and row is not self.row:
+            if row.integrates != self.row.integrates:
+                options = {"h": 0.1 if row.integrates else None, "horizon": None} | options
+            options = {"norm": row.defaults.get("norm", "batch")} | options
+        return options
 
 
 KINDS["unet"] = UNetConfig
@@ -222,20 +186,7 @@ class Ascent(Descent):
         return super().forward(x)
 
 
-class CarryingStage(Stage):
-    """A stage that carries what has been set aside past its blocks."""
-
-    def run_body(self, x: Features) -> Features:
-        return super().run_body(x) if isinstance(x, Tensor) else (*super().run_body(x[:2]), *x[2:])
-
-    def inverse(self, x: Features) -> Features:
-        """What came in, as a pair."""
-        if isinstance(self.transition, Descent):
-            x = self.transition.inverse(x)
-        return *cast(ReversibleSequence, self.body).inverse(cast(State, x[:2]), return_state=True), *x[2:]
-
-
-class UNet(StagedClassifier):
+class UNet(InvertibleClassifier):
     """Signals, images or volumes to scores at each of their points, wholly reversible.
 
     Edges of any size are padded by repeating the last points until they can be halved, and scores are cropped again.
@@ -273,15 +224,7 @@ class UNet(StagedClassifier):
             features: both members of the last pair, joined along the channels, as `features` returns them.
             size: the edges of the input, if they were padded.
         """
-        channels = self.config.head_channels
-        if features.dim() != 2 + self.config.ndim or features.shape[1] != channels:
-            raise ValueError(f"inverse takes features of shape (batch, {channels}, …), got {tuple(features.shape)}")
-        x: Features = features.chunk(2, dim=1)
-        first, *later = cast(list[CarryingStage], list(self.stages))
-        for stage in reversed(later):
-            x = stage.inverse(x)
-        x = first.transition.inverse(x) if later else x  # pyright: ignore[reportCallIssue]
-        image = cast(blocks.PadStem, self.stem).inverse(cast(ReversibleSequence, first.body).inverse(cast(State, x)))
+        image = super().inverse(features)
         return image if size is None else image[(..., *(slice(edge) for edge in size))]
 
     def measure(self, image_shape: tuple[int, ...]) -> list[PartCost]:
@@ -299,20 +242,11 @@ class UNet(StagedClassifier):
 @build.register
 def build_unet(config: UNetConfig) -> StagedClassifier:
     """The U-Net that `config` describes, with fresh weights."""
-    seed = draw_seed(config)
-    stem = blocks.PadStem(config.in_channels, config.channels[0])
-    stages: list[Stage] = [
-        CarryingStage(make_sequence(config, unit), _transition(config, unit), passes_pair=True)
-        for unit in range(config.num_units)
-    ]
-    head = blocks.PointHead(config.head_channels, config.num_classes, config.ndim)
-    return with_smooth_kernels(UNet(config, stem, stages, head), seed)
+    return assemble(config, UNet)
 
 
 def _transition(config: UNetConfig, unit: int) -> nn.Module:
-    """What follows a unit: down, up, or nothing behind the last."""
-    if unit == config.num_units - 1:
-        return nn.Identity()
+    """Down behind the units of the first half, up behind the others."""
     goes_down = unit < len(config.channels) - 1
     coarse = config.stage_channels[unit + 1 if goes_down else unit]
     grid = None if config.exact is False else Grid(config.exact)

@@ -1,18 +1,26 @@
-"""Networks by name: the paper's tables, its subsampling study, a small one for the embedded digits, and any depth."""
+"""Networks by name: the paper's tables, its subsampling study, a small one for the embedded digits, and any depth.
+
+Beside the names: how many parameters they have, in a table with the paper's figures, and what one of them costs.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, overload
+
+import torch
+from torch import nn
 
 from revode.files import unknown
 from revode.networks.classifier import StagedClassifier, build
 from revode.networks.config import NetworkConfig
-from revode.networks.families import FAMILIES, Family
+from revode.networks.cost import Description
+from revode.networks.families import FAMILIES
 from revode.networks.files import load_pretrained
-from revode.networks.transformer import GPT, GPTS, on_tokens
+from revode.networks.transformer import FAMILY, GPT, GPTS, on_tokens
 from revode.networks.unet import UNetConfig
 
 Recipe = Callable[[], NetworkConfig]
@@ -27,8 +35,6 @@ HORIZON = 1.0
 factor 1.8, for any number of blocks."""
 LARGE_SUFFIX, LARGE_SIZE = "-stl", 96
 """Behind a name: the same network for the images of STL-10."""
-
-_RECIPES: dict[str, Recipe] = {}
 
 PAPER_PARAMETERS: dict[str, tuple[float, float | None]] = {
     "resnet-32": (0.46, 0.47),
@@ -68,8 +74,7 @@ _NAMED: dict[str, dict[str, Any]] = {
         "family": "hamiltonian", "blocks": (4, 4), "channels": (32, 64), "in_channels": 1, "image_size": 8,
     },
 }  # fmt: skip
-"""Every named network: what differs from the network of its family and depth, or its family and layout."""
-
+"""Every named classifier: what differs from the network of its family and depth, or its family and layout."""
 
 UNETS = {1: (16, 24, 32), 2: (16, 32, 64), 3: (16, 32, 64)}
 """Channels of the U-Nets in each number of dimensions: a half to a quarter of them goes down, the rest is set aside."""
@@ -136,57 +141,123 @@ def _find(name: str) -> NetworkConfig:
         return dataclasses.replace(_find(name.removesuffix(LARGE_SUFFIX)), name=name, image_size=LARGE_SIZE)
     family, _, layers = name.rpartition("-")
     if family in FAMILIES and layers.isascii() and layers.isdigit():
-        return _of_depth(FAMILIES[family], int(layers))
+        return _configure(name)
     if name in FAMILIES:
         example = next((other for other in list_models() if re.fullmatch(rf"{name}-\d+", other)), f"{name}-<layers>")
         raise ValueError(f"{name} is a family: say how many layers, as in {example}")
     raise unknown("network", name, list_models(), "`revode models` lists all")
 
 
-def _of_depth(family: Family, layers: int) -> NetworkConfig:
-    """Three equal units: layers = 3 layers_per_block n + 2."""
-    step, fewest = 3 * family.layers_per_block, family.fewest_blocks
+def _configure(
+    name: str, family: str = "", blocks: tuple[int, ...] = (), channels: tuple[int, ...] = (), **options: Any
+) -> NetworkConfig:
+    """The config of ``<family>-<layers>``, or of a family and a layout.
+
+    It has the paper's h and independent kernels; with units longer than it tried them on, a fixed horizon and smooth kernels.
+    """
+    layers = 0
+    if not family:
+        family, _, depth = name.rpartition("-")
+        layers = int(depth)
+        blocks = _equal_units(family, layers)
+    row = FAMILIES[family]
+    time: dict[str, Any] = {}
+    if row.integrates:
+        time = {"h": H} if max(blocks) <= LONGEST_UNIT else {"horizon": HORIZON, "init": "smooth"}
+        time |= {"transition": row.transition}
+    channels = channels or row.channels(layers)
+    config = NetworkConfig(name=name, family=family, blocks=blocks, channels=channels, **row.defaults | time)
+    return config.with_options(**options)
+
+
+def _equal_units(family: str, layers: int) -> tuple[int, int, int]:
+    """The blocks of three equal units: layers = 3 layers_per_block n + 2."""
+    step, fewest = 3 * FAMILIES[family].layers_per_block, FAMILIES[family].fewest_blocks
     n, rest = divmod(layers - 2, step)
     if rest or n < fewest:
         valid = ", ".join(str(step * k + 2) for k in range(fewest, fewest + 4))
         below = max(n, fewest)
         raise ValueError(
-            f"{family.name} networks have {step}n + 2 layers with n >= {fewest} ({valid}, ...), got {layers}: "
-            f"the nearest are {family.name}-{step * below + 2} and {family.name}-{step * (below + 1) + 2}"
+            f"{family} networks have {step}n + 2 layers with n >= {fewest} ({valid}, ...), got {layers}: "
+            f"the nearest are {family}-{step * below + 2} and {family}-{step * (below + 1) + 2}"
         )
-    return _of_layout(f"{family.name}-{layers}", family, (n, n, n), family.channels(layers))
-
-
-def _of_layout(name: str, family: Family, blocks: tuple[int, ...], channels: tuple[int, ...]) -> NetworkConfig:
-    """The paper's h and independent kernels; for units longer than it tried them on, a fixed horizon and smooth kernels."""
-    values: dict[str, Any] = {}
-    if family.integrates:
-        time = {"h": H} if max(blocks) <= LONGEST_UNIT else {"horizon": HORIZON, "init": "smooth"}
-        values = {"transition": family.transition, **time}
-    return NetworkConfig.of_family(family, name=name, blocks=blocks, channels=channels, **values)
+    return n, n, n
 
 
 def _natural(name: str) -> list[Any]:
     return [(part.isdigit(), int(part) if part.isdigit() else part) for part in re.split(r"(\d+)", name)]
 
 
-def _named(name: str, family: str | None = None, blocks: tuple[int, ...] = (), **options: Any) -> Recipe:
-    def recipe() -> NetworkConfig:
-        if family is None:
-            kind, _, layers = name.rpartition("-")
-            return _of_depth(FAMILIES[kind], int(layers)).with_options(**options)
-        row = FAMILIES[family]
-        channels = options.get("channels", row.channels(0))
-        return _of_layout(name, row, blocks, channels).with_options(**options)
-
-    return recipe
-
-
-def _unet(ndim: int, channels: tuple[int, ...]) -> Recipe:
-    return lambda: UNetConfig(name=f"unet-{ndim}d", ndim=ndim, blocks=(4,) * len(channels), channels=channels)
-
-
-for _name, _options in _NAMED.items():
-    register_model(_name)(_named(_name, **_options))
+_RECIPES: dict[str, Recipe] = {name: partial(_configure, name, **row) for name, row in _NAMED.items()}
 for _ndim, _channels in UNETS.items():
-    register_model(f"unet-{_ndim}d")(_unet(_ndim, _channels))
+    _RECIPES[f"unet-{_ndim}d"] = partial(
+        UNetConfig, name=f"unet-{_ndim}d", ndim=_ndim, blocks=(4,) * len(_channels), channels=_channels
+    )
+
+
+def count_parameters(config: NetworkConfig) -> int:
+    """Parameters of the network, without drawing any."""
+    with torch.device("meta"):
+        return _count(build(dataclasses.replace(config, init="independent")))
+
+
+def _count(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def summarize_all() -> list[dict[str, Any]]:
+    """A row for every registered network.
+
+    Layout, and parameters for its own images in 10 and in 100 classes, the paper's beside them. A GPT has attention and MLP as
+    two layers a block, and parameters for bytes.
+    """
+    return [_summarize(name) for name in list_models()]
+
+
+def _summarize(name: str) -> dict[str, Any]:
+    if name in GPTS:
+        gpt = GPTS[name]
+        with torch.device("meta"):
+            num_parameters = more_classes = _count(GPT(gpt))
+        family, layers, blocks, channels = FAMILY, 2 * gpt.depth, (gpt.depth,), (gpt.width,)
+    else:
+        config = model_config(name, num_classes=10)
+        num_parameters = count_parameters(config)
+        more_classes = num_parameters + 90 * (config.head_channels + 1)
+        family, layers, blocks, channels = config.family, config.num_layers, config.blocks, config.channels
+    paper = PAPER_PARAMETERS.get(name, (None, None))
+    return {
+        "name": name,
+        "family": family,
+        "layers": layers,
+        "units": list(blocks),
+        "channels": list(channels),
+        "params_cifar10": num_parameters,
+        "params_cifar100": more_classes,
+        "paper_params_cifar10_m": paper[0],
+        "paper_params_cifar100_m": paper[1],
+    }
+
+
+def describe(
+    model: nn.Module | str, *, image_size: int | Sequence[int] | None = None, batch_size: int | None = None
+) -> Description:
+    """The bill of a network.
+
+    Args:
+        model: a network of this room, or the name of one.
+        image_size: edge of the images, or one for each dimension; the config's unless given.
+        batch_size: images in a training step; 100 unless given, or 1 of a U-Net.
+    """
+    if isinstance(model, str):
+        with torch.random.fork_rng(devices=[]):
+            model = build(model_config(model))
+    if not isinstance(model, StagedClassifier):
+        raise ValueError(f"describe takes a network of revode.create_model or its name, got {type(model).__name__}")
+    batch_size = model.config.usual_batch if batch_size is None else batch_size
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise ValueError(f"batch_size must be a positive integer, got {batch_size!r}")
+    shape = model.config.image_shape(image_size)
+    model.check_image(torch.empty(1, *shape, device="meta"))
+    parts = tuple(model.measure(shape))
+    return Description(config=model.config, image_shape=shape, batch_size=batch_size, parts=parts)

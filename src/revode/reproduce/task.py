@@ -20,7 +20,6 @@ from revode import data
 from revode.engine.grid import DEFAULT_BITS
 from revode.files import commit, locked, machine, read_json, versions, write_json
 from revode.networks import create_model, describe, model_config
-from revode.networks.config import ReversibleConfig
 from revode.training.config import Config, configure
 from revode.training.job import count_steps
 from revode.training.run import RESULT
@@ -212,7 +211,7 @@ class TrainingRun(Task):
         if setup.autocast != "none":
             values["autocast"] = setup.autocast
             network = model_config(self.model, **self.options)
-            if isinstance(network, ReversibleConfig) and not network.damping:
+            if network.row.scheme is not None and not network.damping:
                 # Reversing then adds nothing to a gradient, in bfloat16 either.
                 values.setdefault("exact", DEFAULT_BITS)
         used = self.num_images + self.hold_out
