@@ -4,8 +4,8 @@
 
 What other rooms may rely on:
 
-- ``net.config``: a frozen dataclass (`OdeConfig`, `RevNetConfig`, `ResNetConfig`, `UNetConfig`) with ``to_dict``,
-  ``from_dict``, ``with_options``; ``build(config)`` makes the network again.
+- ``net.config``: a frozen dataclass (`NetworkConfig` or `UNetConfig`) with ``to_dict``, ``from_dict``, ``with_options``;
+  ``build(config)`` makes the network again.
 - ``net.num_layers``, as the paper counts.
 - ``net.sequences()``: the `ReversibleSequence` of every unit with its ``name`` and ``num_blocks``; none for a ResNet.
 - ``net.units()``: the branches (``fields``, ``fields_per_block``) and step size ``h`` of every unit as the paper counts them.
