@@ -17,17 +17,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from revode.operators import ACTIVATIONS as ACTIVATIONS
 from revode.operators import (
+    Activation,
     AntisymmetricConv,
     AntisymmetricDense,
+    Bias,
     Conv,
     Dense,
     LinearOperator,
     adjoint_kernel,
+    make_activation,
+    make_norm,
 )
-from revode.parts import ACTIVATIONS as ACTIVATIONS
-from revode.parts import Activation, Bias, make_activation, make_norm
-from revode.parts import TVNorm as TVNorm
+from revode.operators import TVNorm as TVNorm
 from revode.vjp import IN_PLACE, SLOPES, KnownField, Normalize, Record, convolution_vjp, norm_product
 
 

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from revode.operators import AntisymmetricConv, Conv
-from revode.parts import ACTIVATIONS, Bias
+from revode.operators import ACTIVATIONS, AntisymmetricConv, Bias, Conv
 
 
 def _relu_slope(g: Tensor, output: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from revode.engine.grid import Grid, with_strides
-from revode.parts import Bias, along_channels
+from revode.operators import Bias, along_channels
 from revode.schemes import Coupling, is_number
 from revode.vjp import KnownField, Normalize, Record, Statistics
 
