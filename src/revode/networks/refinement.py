@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -54,12 +54,8 @@ def coarsen(model: StagedClassifier, name: str, batches: Iterable[Tensor] | None
     return _resampled(model, config, batches)
 
 
-class Share(NamedTuple):
-    """lerp(first, second, weight) of two tensors by name."""
-
-    first: str
-    second: str
-    weight: float
+Share = tuple[str, str, float]
+"""Two tensors by name, and the weight of the second: their mean is ``torch.lerp(first, second, weight)``."""
 
 
 class Resampling:
@@ -74,29 +70,30 @@ class Resampling:
     """
 
     def __init__(self, source: StagedClassifier, target: StagedClassifier) -> None:
-        self._shares = {key: Share(key, key, 0.0) for key in target.state_dict()}
-        self._gains: dict[str, float] = {}
+        self._shares: dict[str, Share] = {key: (key, key, 0.0) for key in target.state_dict()}
+        self._gains = dict.fromkeys(self._shares, 1.0)
         available = set(source.state_dict())
-        old = _sequences(source)
-        for prefix, sequence in _sequences(target).items():
-            self._gains[prefix] = sequence.scheme.h / old[prefix].scheme.h
-            self._shares |= _shares_of_fields(prefix, old[prefix], sequence, available)
+        for path, new in target.named_modules():
+            if isinstance(new, ReversibleSequence):
+                old = cast(ReversibleSequence, source.get_submodule(path))
+                shares = _shares_of_fields(f"{path}.", old, new, available)
+                self._shares |= shares
+                self._gains |= dict.fromkeys(shares, new.scheme.h / old.scheme.h)
 
     def weights(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The target's tensors from the source's; what is not among them is left out."""
-        return {
-            key: _mixed(tensors[share.first], tensors[share.second], share.weight)
-            for key, share in self._shares.items()
-            if share.first in tensors
-        }
+        found = {}
+        for key, (first, second, weight) in self._shares.items():
+            if first in tensors:
+                mixes = (
+                    weight and tensors[first].is_floating_point()
+                )  # counters, which cannot be mixed, are the first's
+                found[key] = torch.lerp(tensors[first], tensors[second], weight) if mixes else tensors[first].clone()
+        return found
 
     def gradients(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The same for gradients and momenta: shorter steps have gradients that are smaller in proportion."""
-        mixed = self.weights(tensors)
-        return {
-            key: tensor * next((gain for prefix, gain in self._gains.items() if key.startswith(prefix)), 1.0)
-            for key, tensor in mixed.items()
-        }
+        return {key: tensor * self._gains[key] for key, tensor in self.weights(tensors).items()}
 
 
 def config_at_depth(config: NetworkConfig, name: str) -> NetworkConfig:
@@ -133,18 +130,13 @@ def _resampled(model: StagedClassifier, config: NetworkConfig, batches: Iterable
     return target
 
 
-def _sequences(model: StagedClassifier) -> dict[str, ReversibleSequence]:
-    """The sequences of a network by the prefix of their tensors' names."""
-    return {f"{key}.": part for key, part in model.named_modules() if isinstance(part, ReversibleSequence)}
-
-
 def _shares_of_fields(
     prefix: str, old: ReversibleSequence, new: ReversibleSequence, available: set[str]
 ) -> dict[str, Share]:
     """For every tensor of the new fields, the two old ones around its time."""
     per_block = new.scheme.fields_per_step
     num_old, num_new = len(old.fields) // per_block, len(new.fields) // per_block
-    shares = {}
+    shares: dict[str, Share] = {}
     for index, field in enumerate(new.fields):
         block, position = divmod(index, per_block)
         offset = 0.5 if new.scheme.splits else 0.0
@@ -157,10 +149,5 @@ def _shares_of_fields(
             first = max((at for at in samples if at <= time), default=min(samples))
             second = min((at for at in samples if at >= time), default=max(samples))
             weight = (time - first) / (second - first) if second > first else 0.0
-            shares[f"{prefix}fields.{index}.{key}"] = Share(samples[first], samples[second], weight)
+            shares[f"{prefix}fields.{index}.{key}"] = samples[first], samples[second], weight
     return shares
-
-
-def _mixed(first: Tensor, second: Tensor, weight: float) -> Tensor:
-    """A copy; counters, which cannot be mixed, are the first's."""
-    return torch.lerp(first, second, weight) if weight and first.is_floating_point() else first.clone()
