@@ -173,7 +173,7 @@ def lines(
     if len(series) > 3:  # too many to leave room for the curves
         axes.figure.set_figheight(axes.figure.get_figheight() + 0.11 * len(series))
         axes.figure.legend(loc="outside lower center", ncols=2)
-    elif len(series) > 1:
+    elif len(series) + len(levels or ()) > 1:
         axes.legend()
 
 

@@ -78,8 +78,9 @@ def run(args: argparse.Namespace) -> int:
     source = ""
     for subject, model in networks:
         images, labels, source = _images(name, args.data_root, args.num_images, model)
+        label = model.config.name + (f" ({Path(subject).name})" if Path(subject).exists() else "")
         note = lambda line: passing(f"measuring: {line}")  # noqa: E731
-        results.append(analyze(model, images, labels, name=_label(subject, model), seed=args.seed, note=note))
+        results.append(analyze(model, images, labels, name=label, seed=args.seed, note=note))
     passing("")
     if args.json:
         numbers = [result.to_dict() for result in results]
@@ -87,20 +88,11 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(summary(results, source))
     if args.out or not args.json:
-        page = write_page(results, args.out or _default_folder(args.subject), source)
+        path = Path(args.subject)
+        own = path if path.is_dir() else Path("runs") / f"{path.stem if path.is_file() else args.subject}-stability"
+        page = write_page(results, args.out or own, source)
         print(f"\npage: {page}", file=sys.stderr if args.json else sys.stdout)
     return 0
-
-
-def _default_folder(subject: str) -> Path:
-    path = Path(subject)
-    return path if path.is_dir() else Path("runs") / f"{path.stem if path.is_file() else subject}-stability"
-
-
-def _label(subject: str, model: Any) -> str:
-    """The network's name; a trained one says where it comes from."""
-    name = str(model.config.name)
-    return f"{name} ({Path(subject).name})" if Path(subject).exists() else name
 
 
 def _network(subject: str, options: str, seed: int, pretrained: str | None = None) -> tuple[Any, str | None]:
@@ -134,14 +126,14 @@ def _images(name: str, root: str | None, num_images: int, model: Any) -> tuple[A
     import torch
 
     from revode import data
+    from revode.training.run import images_as_seen
 
     if name.endswith(".npy"):
         images, labels, source = _read_array(name, num_images), None, Path(name).name
     else:
         dataset = data.load(name, root)
-        split = dataset.train if dataset.test is None else dataset.test
-        batch = split.take(torch.arange(min(num_images, len(split))))
-        images, labels, source = data.standardise(batch.images, dataset), batch.labels, name
+        images, labels = images_as_seen(dataset, dataset.test or dataset.train, num_images)
+        source = name
     config = model.config
     if labels is not None and int(labels.max()) >= config.num_classes:
         labels = None

@@ -176,11 +176,7 @@ class LayerBound:
 
 @torch.no_grad()
 def step_bounds(
-    model: nn.Module,
-    images: Tensor,
-    *,
-    tolerance: float = 0.01,
-    dtype: torch.dtype = torch.float64,
+    model: nn.Module, images: Tensor, *, tolerance: float = 0.01, dtype: torch.dtype = torch.float64
 ) -> list[LayerBound]:
     """The bound on h of every step of every unit, on a copy of the model.
 

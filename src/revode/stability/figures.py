@@ -37,10 +37,7 @@ class Figure(NamedTuple):
 def _over_depth(ylabel: str, shift: float = 0.0, **options: Any) -> Callable[[Sequence[Analysis], Curves], str]:
     """Draws curves over depth with thin lines between the first network's units; logarithmic from a factor of four on.
 
-    Args:
-        ylabel: Beside the y axis.
-        shift: 0 where points are depths; 0.5 where they are blocks, so that lines lie between two of them.
-        options: Of `charts.lines`.
+    A shift of 0.5 goes with points that are blocks, so that lines lie between two of them.
     """
 
     def draw(analyses: Sequence[Analysis], series: Curves) -> str:
