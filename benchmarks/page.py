@@ -47,7 +47,8 @@ and head count, too. Compiled steps have none, since theirs are fused. **syncs**
 wait. It is counted on a device that is only pretended, and is missing where that device cannot run the method.
 
 Rows in bfloat16 run branches under autocast, beside states and parameters in float32. Networks and stages have batch norm
-there, as in training. The other libraries do not restore autocast in backward and are left out. `revode bench --dtype bfloat16`
+there, as in training. On a CPU the other libraries do not restore autocast in backward, so they are left out.
+`revode bench --dtype bfloat16`
 
 The stage and depth workloads are additive couplings of the paper's branches with h folded into the weights, so that
 libraries that only add need no further operation. In whole networks their branches are multiplied by ±h. Schemes that a

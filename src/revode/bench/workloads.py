@@ -58,7 +58,7 @@ class Workload:
         return dataclasses.replace(self, batch=batch)
 
     def with_dtype(self, dtype: str) -> Workload:
-        """The same in another precision. Peers do not restore autocast in backward, so bfloat16 is without them."""
+        """The same in another precision. Without peers in bfloat16: on a CPU none restores autocast in backward."""
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be {' or '.join(DTYPES)}, got {dtype!r}")
         if dtype == self.dtype:
