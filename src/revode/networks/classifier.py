@@ -51,22 +51,19 @@ class Stage(nn.Module):
         self.transition = transition
         self.passes_pair = passes_pair
 
-    def run_body(self, x: Features) -> Features:
-        """What the transition gets; what a U-Net has set aside is carried past the blocks."""
-        if self.body is None:
-            return x
-        if not isinstance(self.body, ReversibleSequence):
-            return self.body(x)
-        entering, aside = (x, ()) if isinstance(x, Tensor) else (x[:2], x[2:])
-        # The newest state itself, not the readout: that is a copy, and the unit has saved the state anyway.
-        state = self.body(entering, return_state=True)[1]
-        return (*state, *aside) if self.passes_pair else state[1]
-
     def forward(self, x: Features) -> Features:
-        return self.transition(self.run_body(x))
+        if isinstance(self.body, ReversibleSequence):
+            # What a U-Net has set aside is carried past the blocks.
+            entering, aside = (x, ()) if isinstance(x, Tensor) else (x[:2], x[2:])
+            # The newest state itself, not the readout: that is a copy, and the unit has saved the state anyway.
+            state = self.body(entering, return_state=True)[1]
+            x = (*state, *aside) if self.passes_pair else state[1]
+        elif self.body is not None:
+            x = self.body(x)
+        return self.transition(x)
 
     def inverse(self, x: Features, return_state: bool) -> Features:
-        """What came in, as a pair or, where it was one, as a tensor; for stages that pass pairs on."""
+        """What came in, as a pair or as the tensor that it was made of; for stages that pass pairs on."""
         if not isinstance(self.transition, nn.Identity):
             x = cast(Any, self.transition).inverse(x)
         found = cast(ReversibleSequence, self.body).inverse(cast(State, x[:2]), return_state=return_state)
