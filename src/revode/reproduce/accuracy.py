@@ -132,12 +132,13 @@ def _beside(budget: Budget, outcomes: list[Outcome], printed: paper.Accuracies, 
     for outcome in outcomes:
         networks.setdefault(outcome.task.name, outcome)
     split, usual = outcomes[0].task.split, next(iter(next(iter(printed.values()))))
+    on_test = "" if split == "test" else " test"  # the paper's numbers always are; said where ours are not
     datasets = {o.task.dataset: o.task.dataset if o.task.dataset in NAMES else usual for o in outcomes}
     known = PAPER_PARAMETERS.keys() & networks
     header = ["network", "in its blocks", "parameters", *(["paper's, M"] if known else [])]
     for dataset, theirs in datasets.items():
         header.append(f"{NAMES.get(dataset, dataset)} {split}, ours ({budget.schedule})")
-        header.append(f"{NAMES[theirs]}, paper ({schedule})")
+        header.append(f"{NAMES[theirs]}{on_test}, paper ({schedule})")
     rows = []
     for name, outcome in networks.items():
         row = [name, outcome.task.norm, f"{outcome.result['params']:,}"]
@@ -156,12 +157,11 @@ def _beside(budget: Budget, outcomes: list[Outcome], printed: paper.Accuracies, 
         name=f"ours, {shown}{'' if split == 'test' else f' {split}'}, {budget.schedule}",
         deviations=[deviation for _, deviation in means.values()],
         marks={name: row[theirs] for name, row in printed.items()},
-        marks_name=f"paper, {NAMES[theirs]}, {schedule}",
+        marks_name=f"paper, {NAMES[theirs]}{on_test}, {schedule}",
         largest=100.0,
     )
-    caption = (
-        f"{split.capitalize()} accuracy on {shown}, ours ({budget.schedule}); marks: the paper's on {NAMES[theirs]}."
-    )
+    caption = f"{split.capitalize()} accuracy on {shown}, ours ({budget.schedule})"
+    caption += f"; marks: the paper's on {NAMES[theirs]}{on_test}."
     return Table(header, rows), Chart(markup, caption)
 
 
