@@ -158,7 +158,9 @@ class Case:
         return kept.num_bytes
 
     def record(self) -> tuple[Counter[Any], tuple[float, float]]:
-        """The heavy calls of a step, and its operations for each branch, forward and backward."""
+        """The heavy calls of a step, and its operations for each branch, forward and backward; not of the first step."""
+        self.clear()
+        self.loss().backward()
         self.clear()
         with Recorder() as forward:
             loss = self.loss()

@@ -241,6 +241,8 @@ def _walk_back(ctx: Any, *grad_outputs: Any) -> Any:
         ctx.segment = ctx.replay = ctx.known = None  # as autograd lets go of what it saved
     arguments, inputs = saved[: len(segment.arguments)], saved[len(segment.arguments) :]
     gp, gq = grad_outputs[:2]
+    if not chain.traced:  # once here, and not at each branch
+        gp, gq = (None if g is None else with_strides(g, p.stride()) for g in (gp, gq))
     grads = _Gradients(segment.inputs, chain.traced)
     u: Tensor | None = None
     known: Any = None
