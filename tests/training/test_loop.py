@@ -323,13 +323,17 @@ def test_plain_output_has_no_colour_and_fits_80_columns(tmp_path, capsys):
     assert all(len(line) <= 80 for line in out.splitlines() if paths not in line)
 
 
-def test_progress_is_shown_at_every_step_whatever_is_logged(tmp_path, monkeypatch, capsys):
+def test_progress_is_shown_at_every_step_with_the_loss_of_the_last_log_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("revode.training.terminal._QUIET_SECONDS", 0.0)
-    train(tiny(log_every=100, evaluation_batch_size=120), tmp_path / "run")
+    train(tiny(log_every=5, evaluation_batch_size=120), tmp_path / "run")
     lines = capsys.readouterr().out.splitlines()
     trained = [line for line in lines if line.startswith("step ") and "images/s" in line]
     assert [int(line.split()[1].partition("/")[0]) for line in trained] == list(range(1, 13))
-    assert all(re.search(r"loss \d.*accuracy .*left  (process|GPU) (peak )?[\d.]+ [MG]B$", line) for line in trained)
+    assert all(re.search(r"left  (process|GPU) (peak )?[\d.]+ [MG]B$", line) for line in trained)
+    logged = {row["step"]: f"loss {row['loss']:.3f}  accuracy" for row in read_rows(tmp_path / "run", "train")}
+    assert not any("loss" in line for line in trained[:4])
+    for step, line in enumerate(trained[4:], 5):
+        assert logged[step if step == 12 else step // 5 * 5] in line
     assert [line.split()[-1] for line in lines if "scoring: " in line] == 2 * ["0%", "33%", "67%"]
 
 

@@ -14,8 +14,7 @@ from revode import BDIA, MidPoint, ReversibleSequence
 from revode.charts import shares
 from revode.networks import create_model
 from revode.training import load_run, train
-from revode.training.diagnosis import depth_profile
-from revode.training.walk import activations, walk_back
+from revode.training.report import activations, reconstruction_errors, walk_back
 
 HEADINGS = (
     "Training",
@@ -63,31 +62,34 @@ def test_an_unfinished_run_has_a_report_too(run, tmp_path, capsys):
     assert command("report", tmp_path / "nowhere", capsys=capsys)[0] == 2
 
 
-def test_depth_profile_sees_round_off_and_exact_reconstruction(run):
+def test_reconstruction_errors_are_round_off_or_nothing_at_all(run):
+    images = torch.randn(4, 1, 8, 8)
     model = load_run(run).model
-    images, labels = torch.randn(4, 1, 8, 8), torch.tensor([1, 2, 3, 4])
-    profiles = depth_profile(model, images, labels)
-    assert [profile.name for profile in profiles] == ["unit 1", "unit 2"]
-    for profile in profiles:
-        assert all(0 <= error < 1e-5 for error in profile.reconstruction_error)
-        assert all(norm > 0 for norm in profile.gradient_norm)
+    found = reconstruction_errors(model, images)
+    assert [len(errors) for errors in found.values()] == [unit.num_blocks for unit in model.sequences()]
+    assert all(0 <= error < 1e-5 for errors in found.values() for error in errors)
     exact = create_model("hamiltonian-digits", blocks=(3, 3), channels=(4, 8), exact=14)
-    for profile in depth_profile(exact, images, labels):
-        assert set(profile.reconstruction_error) == {0.0}
+    assert all(set(errors) == {0.0} for errors in reconstruction_errors(exact, images).values())
+
+
+def test_reconstruction_errors_of_units_that_go_on_from_a_pair():
+    model = create_model("midpoint-26", blocks=(3, 3, 3), channels=(16, 64, 256), transition="squeeze")
+    found = reconstruction_errors(model, torch.randn(2, 3, 32, 32))
+    assert [len(errors) for errors in found.values()] == [3, 3, 3]
+    assert all(error < 1e-4 for errors in found.values() for error in errors)
 
 
 @pytest.mark.parametrize(
     ("scheme", "exact", "tells"),
     [(MidPoint(0.5, blend=0.5), False, True), (MidPoint(0.5, blend=0.5), True, False), (BDIA(), False, False)],
 )
-def test_depth_profile_of_schemes_that_halve(scheme, exact, tells):
+def test_reconstruction_errors_of_schemes_that_halve(scheme, exact, tells):
     """On the grid they keep bits beside the pair; BDIA draws its signs. Neither walks back from the final pair alone."""
     branches = [nn.Sequential(nn.Linear(9, 9), nn.Tanh()) for _ in range(5)]
     model = nn.Sequential(nn.Flatten(), ReversibleSequence(branches, scheme, exact=exact))
-    (profile,) = depth_profile(model, torch.randn(4, 1, 3, 3), torch.tensor([1, 2, 3, 4]))
-    assert len(profile.reconstruction_error) == (4 if tells else 0)
-    assert all(error < 1e-5 for error in profile.reconstruction_error)
-    assert all(norm > 0 for norm in profile.gradient_norm[1:])
+    (errors,) = reconstruction_errors(model, torch.randn(4, 1, 3, 3)).values()
+    assert len(errors) == (5 if tells else 0)
+    assert all(error < 1e-5 for error in errors)
 
 
 @pytest.mark.parametrize(

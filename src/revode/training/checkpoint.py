@@ -8,7 +8,6 @@ durable, and renames; the checkpoint before is kept as ``previous.ckpt``, and `r
 from __future__ import annotations
 
 import io
-import math
 import pickle
 import shutil
 import zipfile
@@ -20,10 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from revode.engine import check
 from revode.files import read_json, write_atomically
 from revode.training.config import LEAVES, Config, flatten, from_leaves, read_yaml
-from revode.training.distributed import copy_whole, whole
+from revode.training.distributed import Group, copy_whole, whole
 from revode.training.job import Job
 
 FORMAT = "revode-training-1"
@@ -42,7 +40,6 @@ def write_checkpoint(path: Path, state: dict[str, Any], keep_as: Path | None = N
         state: Tensors, numbers, strings, lists and dicts.
         keep_as: A second name that the file now at `path` keeps.
     """
-    check()  # nothing is saved that came of a walk back gone wrong
     stream = io.BytesIO()
     torch.save({"format": FORMAT, **state}, stream)
     write_atomically(path, stream.getbuffer(), keep_as)
@@ -104,21 +101,6 @@ def read_newest(folder: Path, note: Callable[[str], None]) -> dict[str, Any] | N
     return None
 
 
-@dataclass(frozen=True)
-class StepResult:
-    """What one update saw: sums over this process's images, and the norm of the gradient over all."""
-
-    loss_sum: float
-    num_correct: int
-    num_images: int
-    gradient_norm: float
-
-    @property
-    def finite(self) -> bool:
-        """Whether loss and gradient are numbers."""
-        return math.isfinite(self.loss_sum) and math.isfinite(self.gradient_norm)
-
-
 @dataclass
 class Position:
     """Where a run stands.
@@ -130,8 +112,7 @@ class Position:
         best_step: Where that was.
         seconds: Since its start, over all its processes' lives.
         seconds_scoring: Of these, not spent on updates.
-        peak_activation_bytes: Measured on the first update.
-        loss_sum, num_correct, num_images: This process's sums since the last line of metrics.
+        loss_sum, num_correct, num_images: This process's sums since the last line of metrics; the first two as last read.
     """
 
     step: int = 0
@@ -140,20 +121,19 @@ class Position:
     best_step: int | None = None
     seconds: float = 0.0
     seconds_scoring: float = 0.0
-    peak_activation_bytes: int = 0
     loss_sum: float = 0.0
     num_correct: int = 0
     num_images: int = 0
 
-    def count(self, result: StepResult) -> None:
-        """Add one update's sums."""
-        self.loss_sum += result.loss_sum
-        self.num_correct += result.num_correct
-        self.num_images += result.num_images
-
-    def clear(self) -> None:
-        """Start the sums anew."""
-        self.loss_sum, self.num_correct, self.num_images = 0.0, 0, 0
+    @classmethod
+    def restored(cls, saved: list[dict[str, Any]], group: Group) -> Position:
+        """This process's position among the saved ones; the first gets all sums if there are now more processes or fewer."""
+        mine = dict(saved[group.rank if len(saved) == group.world_size else 0])
+        mine.pop("peak_activation_bytes", None)  # in files of older versions
+        if len(saved) != group.world_size:
+            for name in ("loss_sum", "num_correct", "num_images"):
+                mine[name] = sum(position[name] for position in saved) if group.leads else 0
+        return cls(**mine)
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
@@ -202,19 +182,9 @@ def restore(job: Job, state: dict[str, Any]) -> Position:
             copy_whole(tensor, state["average"]["tensors"][name])
     job.scaler.load_state_dict(state["scaler"])
     processes = state["processes"]
-    if len(processes) != job.group.world_size:
-        # Sums of a line in progress cannot be shared out anew; give them all to the first.
-        entries = [Position(**process["position"]) for process in processes]
-        position = entries[0]
-        if job.group.leads:
-            for entry in entries[1:]:
-                position.count(StepResult(entry.loss_sum, entry.num_correct, entry.num_images, 0.0))
-        else:
-            position.clear()
-        return position
-    mine = processes[job.group.rank]
-    restore_random_states(mine["random"])
-    return Position(**mine["position"])
+    if len(processes) == job.group.world_size:
+        restore_random_states(processes[job.group.rank]["random"])
+    return Position.restored([process["position"] for process in processes], job.group)
 
 
 def _restore_momenta(job: Job, momenta: dict[int, dict[str, Any]]) -> None:
@@ -261,15 +231,6 @@ class Source:
     home: Path | None = None
     """The directory of the run that goes on."""
     result: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def metrics_offset(self) -> int:
-        """Bytes of metrics that belong to the state."""
-        return self.state.get("metrics_offset", 0)
-
-    def finished(self, num_steps: int) -> bool:
-        """Whether the run has its result already."""
-        return self.result.get("steps", -1) >= num_steps
 
     def copy_to(self, folder: Path) -> None:
         """Copy the lines before the checkpoint and the best weights so far, if the run goes on in another directory."""

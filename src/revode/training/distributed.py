@@ -38,46 +38,51 @@ class Group:
     rank: int
     world_size: int
     device: torch.device
+    hosts: Any = None
+    """The group in which hosts exchange numbers without their devices; None is the only one."""
 
     @property
     def leads(self) -> bool:
         """Whether this process writes files and speaks."""
         return self.rank == 0
 
+    @property
+    def widest(self) -> torch.dtype:
+        """The floating-point type for sums: float64, where the device has it."""
+        return torch.float32 if self.device.type == "mps" else torch.float64
+
+    def forked_randomness(self) -> contextlib.AbstractContextManager[None]:
+        """A context that leaves the random streams as it found them."""
+        return torch.random.fork_rng([self.device] if self.device.type == "cuda" else [])
+
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum of `tensor` over all processes."""
         if self.world_size > 1:
-            dist.all_reduce(tensor)
+            dist.all_reduce(tensor, group=self.hosts if tensor.is_cpu else None)
         return tensor
 
     def largest(self, value: int) -> int:
         """The largest of all processes' values."""
         if self.world_size == 1:
             return value
-        tensor = torch.tensor(value, device=self.device)
-        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        tensor = torch.tensor(value)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.hosts)
         return int(tensor)
-
-    def from_leader(self, value: Any) -> Any:
-        """Rank 0's value, everywhere."""
-        if self.world_size == 1:
-            return value
-        values = [value]
-        dist.broadcast_object_list(values, src=0)
-        return values[0]
 
     def decided_by_leader(self, decide: Callable[[], T]) -> T:
         """What rank 0 decides, everywhere. If it finds bad input, rank 0 raises and says so, and the others leave quietly."""
-        answer: T | ValueError | None = None
+        if self.world_size == 1:
+            return decide()
+        answers: list[T | ValueError | None] = [None]
         if self.leads:
             try:
-                answer = decide()
+                answers = [decide()]
             except ValueError as error:
-                answer = error
-        answer = self.from_leader(answer)
-        if isinstance(answer, ValueError):
-            raise answer if self.leads else SystemExit(2)
-        return cast(T, answer)
+                answers = [error]
+        dist.broadcast_object_list(answers, src=0, group=self.hosts)
+        if isinstance(answers[0], ValueError):
+            raise answers[0] if self.leads else SystemExit(2)
+        return cast(T, answers[0])
 
     def share_buffers(self, model: nn.Module) -> None:
         """Give every process rank 0's buffers."""
@@ -90,7 +95,7 @@ class Group:
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=self.hosts)
         return values
 
 
@@ -111,7 +116,7 @@ def process_group(config: ExecutionConfig) -> Iterator[Group]:
     if joined_here:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
-        yield Group(rank, world_size, device)
+        yield Group(rank, world_size, device, dist.new_group(backend="gloo") if device.type == "cuda" else None)
     finally:
         if joined_here:
             dist.destroy_process_group()

@@ -100,6 +100,8 @@ class Job:
         self.notes: list[str] = []
         if self.levels and self.sharded:
             raise ValueError("levels make new networks on the way, which --parallel fsdp cannot shard anew; use ddp")
+        if self.sharded and config.model.options.get("memory_budget") is not None:
+            raise ValueError("memory_budget is kept by measuring branches, which --parallel fsdp shards; use ddp")
 
         torch.manual_seed(execution.seed)
         model = self.fresh_model()
@@ -136,8 +138,7 @@ class Job:
     def _refine(self) -> None:
         """Put the network of this level in the place of the one before."""
         old, optimizer, average = self.model, self.optimizer, self.average
-        device = self.group.device
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with self.group.forked_randomness():
             self._train(self.fresh_model())
         resampling = Resampling(cast(StagedClassifier, old), cast(StagedClassifier, self.model))
         self.model.load_state_dict(resampling.weights(old.state_dict()))
@@ -175,7 +176,7 @@ class Job:
         """Whether the weights are spread over processes."""
         return self.config.execution.parallel == "fsdp" and self.group.world_size > 1
 
-    def fresh_model(self, level: int | None = None) -> nn.Module:
+    def fresh_model(self, level: int | None = None) -> StagedClassifier:
         """The network of a level with fresh weights, on its device and in its memory format, not yet wrapped."""
         model = build(self.level_networks[self.level if level is None else level]).to(self.group.device)
         if self.sharded:

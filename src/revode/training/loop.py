@@ -1,6 +1,7 @@
 """The training loop, to be read from top to bottom: `train`, `Training.fit` and its step, and what they record.
 
 A run is a pure function of its configuration and its thread count: stopped anywhere and resumed, it ends with the same bits.
+Between two lines of metrics no number is read from the device, so that it never waits for the host.
 """
 
 from __future__ import annotations
@@ -16,19 +17,20 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
-from revode.data import standardise
+from revode.data import Split, standardise
+from revode.engine import check
 from revode.engine.grid import OutOfRange
 from revode.files import locked, write_atomically
 from revode.regularizers import smoothness_gradient_
 from revode.training import checkpoint
-from revode.training.checkpoint import BEST, CONFIG, LAST, METRICS, PREVIOUS, Position, Source, StepResult
+from revode.training.checkpoint import BEST, CONFIG, LAST, METRICS, PREVIOUS, Position, Source
 from revode.training.config import Config
 from revode.training.diagnosis import Diverged, diagnose, diagnose_weights
-from revode.training.distributed import Group, gradients_stay_local, process_group
+from revode.training.distributed import gradients_stay_local, process_group, whole
 from revode.training.job import Job
-from revode.training.planning import PeakActivations, Plan, make_plan
+from revode.training.planning import make_plan, plan_lines
 from revode.training.run import MetricsLog, Score, check_vacant, evaluate, finish, remove_run, vacant_folder
 from revode.training.terminal import Interrupted, Interruption, Progress
 
@@ -76,36 +78,42 @@ def train(
     if resume is not None and overwrite:
         raise ValueError("--resume keeps a run and --overwrite replaces it; give one of them")
     leads = int(os.environ.get("RANK", "0")) == 0
-    folder = _named_folder(out, resume)
-    source = checkpoint.find_source(config, folder, resume, given, print if leads else lambda text: None)
-    with process_group(source.config.execution) as group, Interruption() as interruption:
-        folder = _agree_on_folder(source.config, folder, overwrite or source.home == folder, group)
+    named = _named_folder(out, resume)
+    source = checkpoint.find_source(config, named, resume, given, print if leads else lambda text: None)
+    with (
+        process_group(source.config.execution) as group,
+        Interruption() as interruption,
+        contextlib.ExitStack() as stack,
+    ):
+        may_hold_run = overwrite or source.home == named
+        # Rank 0 decides, since it may write before others look.
+        folder = group.decided_by_leader(lambda: _choose_folder(source.config, named, may_hold_run))
         job = Job(source.config, group, source.state.get("level", 0))
-        with _writing(folder, group):
-            if source.finished(job.num_steps):
-                if leads:
-                    print(f"{folder} is finished, at step {source.result['steps']}: nothing is left to do")
-                return source.result
-            if source.result and not source.state:
-                raise ValueError(
-                    f"{folder} is finished, at step {source.result['steps']}, and has no checkpoint to go on from; "
-                    "replace it by `revode train --overwrite`, or choose another directory"
-                )
-            watchers = [*_own_monitors(job), *monitors]
-            _refuse_what_shards_cannot(job, watchers)
-            plan = source.state["plan"] if source.state else group.decided_by_leader(lambda: _measure_plan(job))
-            position = checkpoint.restore(job, source.state) if source.state else Position()
-            images = job.config.optimization.batch_size
-            with (
-                _recording(job, folder, source, position.step, overwrite) as metrics,
-                Progress(job.num_steps, images, not group.leads) as progress,
-            ):
-                training = Training(job, folder, plan, position, metrics, progress, interruption, watchers)
-                training.announce()
-                training.fit()
-                score, weights_of = training.final_score()
-            weights = checkpoint.weights(job.model)
-            return finish(job, folder, position, plan, score, weights, weights_of) if group.leads else {}
+        group.decided_by_leader(lambda: stack.enter_context(locked(folder)))
+        if source.result.get("steps", -1) >= job.num_steps:
+            if leads:
+                print(f"{folder} is finished, at step {source.result['steps']}: nothing is left to do")
+            return source.result
+        if source.result and not source.state:
+            raise ValueError(
+                f"{folder} is finished, at step {source.result['steps']}, and has no checkpoint to go on from; "
+                "replace it by `revode train --overwrite`, or choose another directory"
+            )
+        watchers = [*_own_monitors(job), *monitors]
+        if job.sharded and watchers:
+            raise ValueError("monitors look at whole weights, which --parallel fsdp never has; use ddp, or no monitor")
+        plan = source.state["plan"] if source.state else group.decided_by_leader(lambda: _measure_plan(job))
+        position = checkpoint.restore(job, source.state) if source.state else Position()
+        metrics = _open_metrics(job, folder, source, position.step, overwrite) if group.leads else None
+        if metrics is not None:
+            stack.callback(metrics.close)
+        with Progress(job.num_steps, job.config.optimization.batch_size, not group.leads) as progress:
+            training = Training(job, folder, plan, position, metrics, progress, interruption, watchers)
+            training.announce()
+            training.fit()
+            score, weights_of = training.final_score()
+        weights = checkpoint.weights(job.model)
+        return finish(job, folder, position, plan, score, weights, weights_of) if group.leads else {}
 
 
 @dataclass
@@ -121,6 +129,13 @@ class Training:
     interruption: Interruption
     monitors: Sequence[Monitor]
     last_score: Score | None = None
+
+    def __post_init__(self) -> None:
+        group, position = self.job.group, self.position
+        # What is counted on the device, and read where it is written down.
+        self.loss_sum = torch.full((), position.loss_sum, dtype=group.widest, device=group.device)
+        self.num_correct = torch.full((), position.num_correct, device=group.device)
+        self.broken_at = torch.full((), -1, device=group.device)
 
     def fit(self) -> None:
         """Update until all steps are done; evaluate, record, save and stop where that is due."""
@@ -143,49 +158,53 @@ class Training:
 
             if job.level_at(position.step) != job.level:
                 self._enter_level()
-            epoch, indices = next(batches)
-            with self._measuring_memory(), self._staying_in_range():
-                result = self.compute_gradient(indices, epoch)
-            self._require_finite(result, indices, epoch)
+            self.epoch, self.indices = next(batches)
+            with self._staying_in_range():
+                self.compute_gradient()
+            if job.group.device.type == "cpu":  # nothing waits, so that no update ruins the weights
+                self._require_finite()
             self.apply_gradient()
 
             position.step += 1
-            position.count(result)
             position.seconds = time.perf_counter() - started
-            self.progress.step(position)
             if position.step % record.log_every == 0 or position.step == job.num_steps:
-                self._log(epoch, result)
+                self._log()
+            self.progress.step(position)
             if self.monitors and position.step % record.monitor_every == 0:
                 self._monitor()
             if position.step % record.checkpoint_every == 0:
                 self._save()
 
-    def compute_gradient(self, indices: Tensor, epoch: int) -> StepResult:
-        """The gradient of the batch's mean loss, with smoothness decay and clipping, left in the parameters."""
+    def compute_gradient(self) -> None:
+        """The gradient of the batch's mean loss with smoothness decay, left in the parameters, and its norm."""
         job, settings = self.job, self.job.config.optimization
-        loss_sum, num_correct = 0.0, 0
-        parts = indices.chunk(settings.accumulate)
+        self.loss = torch.zeros_like(self.loss_sum)
+        parts = self.indices.chunk(settings.accumulate)
         for number, part in enumerate(parts, 1):
-            x, labels = job.images(part, epoch)
+            x, labels = job.images(part, self.epoch)
             with gradients_stay_local(job.network, number < len(parts)):
                 with job.autocast():
                     scores = job.network(x)
                 loss = F.cross_entropy(scores.float(), labels, label_smoothing=settings.label_smoothing)
                 job.scaler.scale(loss / len(parts)).backward()
-            loss_sum += float(loss.detach()) * len(part)
-            num_correct += int((scores.argmax(1) == labels).sum())
+            self.loss += loss.detach().to(self.loss.dtype) * len(part)
+            self.num_correct += (scores.argmax(1) == labels).sum()
         job.scaler.unscale_(job.optimizer)
         if settings.smoothness:
             smoothness_gradient_(job.model, settings.smoothness)
-        norm = nn.utils.get_total_norm([p.grad for p in job.model.parameters() if p.grad is not None])
-        if settings.clip:
-            nn.utils.clip_grads_with_norm_(job.model.parameters(), settings.clip, norm)
-        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # type: ignore[union-attr]
-        return StepResult(loss_sum, num_correct, len(indices), float(norm))
+        self.norm = nn.utils.get_total_norm([p.grad for p in job.model.parameters() if p.grad is not None])
+        self.loss_sum += self.loss
+        self.position.num_images += len(self.indices)
+        # Under float16 the scaler leaves out updates whose gradient is not finite.
+        scaled = job.scaler.is_enabled()
+        finite = ~self.loss.isnan() if scaled else self.loss.isfinite() & whole(self.norm).isfinite()
+        self.broken_at = torch.where(finite | (self.broken_at >= 0), self.broken_at, self.position.step)
 
     def apply_gradient(self) -> None:
-        """Update weights and average, and clear the gradient."""
-        job = self.job
+        """Clip the gradient, update weights and average, and clear the gradient."""
+        job, clip = self.job, self.job.config.optimization.clip
+        if clip:
+            nn.utils.clip_grads_with_norm_(job.model.parameters(), clip, self.norm)
         for group in job.optimizer.param_groups:
             group["lr"] = job.learning_rate(self.position.step)
         job.scaler.step(job.optimizer)
@@ -202,7 +221,7 @@ class Training:
             self.progress.line(f"going on with {name} on {dataset} at step {step} of {self.job.num_steps}")
         else:
             self.progress.line(f"training {name} on {dataset}, recipe {config.recipe}, in {self.folder}")
-            for line in Plan(**self.plan).lines():
+            for line in plan_lines(self.plan):
                 self.progress.line(line)
             if self.job.levels:
                 self.progress.line(f"  levels       {config.optimization.levels}")
@@ -215,41 +234,34 @@ class Training:
         if self.metrics is not None:
             self.metrics.write(step=self.position.step, **values)
 
-    @contextlib.contextmanager
-    def _measuring_memory(self) -> Iterator[None]:
-        """Count activations on the first update; where hooks cannot see them (compiled, sharded), take the plan's number."""
-        position, execution = self.position, self.job.config.execution
-        if position.peak_activation_bytes:
-            yield
-        elif execution.compile or self.job.sharded:
-            position.peak_activation_bytes = max(1, self.plan["activation_bytes"][self.plan["strategy"]])
-            yield
-        else:
-            with PeakActivations(self.job.model.parameters()) as peak:
-                yield
-            position.peak_activation_bytes = max(1, peak.num_bytes)
-
-    def _log(self, epoch: int, result: StepResult) -> None:
+    def _log(self) -> None:
         """Write the means since the last line."""
-        position, group = self.position, self.job.group
+        self._require_finite()
+        self._read_sums()
+        position, norm = self.position, float(whole(self.norm))
         sums = torch.tensor([position.loss_sum, position.num_correct, position.num_images], dtype=torch.float64)
-        loss, correct, images = group.sum(sums.to(group.device)).tolist()
-        position.clear()
+        loss, correct, images = self.job.group.sum(sums).tolist()
+        self.loss_sum.zero_()
+        self.num_correct.zero_()
+        position.num_images = 0
+        self.progress.logged = f"loss {loss / images:.3f}  accuracy {correct / images:6.1%}  "
         self._write(
             kind="train",
-            epoch=epoch,
+            epoch=self.epoch,
             loss=loss / images,
             accuracy=correct / images,
             lr=self.job.learning_rate(position.step - 1),
-            gradient_norm=result.gradient_norm if math.isfinite(result.gradient_norm) else None,
+            gradient_norm=norm if math.isfinite(norm) else None,
         )
+
+    def _read_sums(self) -> None:
+        self.position.loss_sum, self.position.num_correct = float(self.loss_sum), int(self.num_correct)
 
     def _enter_level(self) -> None:
         """Go on with a deeper network or larger images, and record what is left of the accuracy."""
         job, position = self.job, self.position
         with self._staying_in_range():
             job.enter_level(job.level_at(position.step), position.step // job.steps_per_epoch)
-        position.peak_activation_bytes = 0
         level = job.levels[job.level]
         found: dict[str, Any] = {"layers": level.layers, "edge": level.edge}
         text = f"level {job.level + 1}: {level.layers} layers, images of edge {level.edge}"
@@ -293,16 +305,12 @@ class Training:
         epoch = (position.step - 1) // self.job.steps_per_epoch
         self._write(kind="evaluation", epoch=epoch, split=name, loss=score.loss, accuracy=score.accuracy)
         self.progress.line(f"epoch {epoch + 1:>3}  {name} loss {score.loss:.3f}  accuracy {score.accuracy:6.2%}")
-        last_level = self.job.level == len(self.job.level_networks) - 1
-        if (
-            name == "validation"
-            and last_level
-            and (position.best_accuracy is None or score.accuracy >= position.best_accuracy)
-        ):
+        chooses = name == "validation" and self.job.level == len(self.job.level_networks) - 1
+        if chooses and (position.best_accuracy is None or score.accuracy >= position.best_accuracy):
             position.best_accuracy, position.best_step = score.accuracy, position.step
             self._save(BEST)
 
-    def _score(self, split: Any, stoppable: bool = True) -> Score | None:
+    def _score(self, split: Split, stoppable: bool = True) -> Score | None:
         score = evaluate(
             self.job.model,
             split,
@@ -321,7 +329,7 @@ class Training:
     def final_score(self) -> tuple[Score | None, str]:
         """The test score of the weights that are kept: the best on held-out images, else the last."""
         weights_of = "last step"
-        best = self.job.group.from_leader(self._read_best() if self.job.group.leads else None)
+        best = self.job.group.decided_by_leader(self._read_best)
         if best is not None:
             checkpoint.restore(self.job, best)
             weights_of = f"step {self.position.best_step}, best on the validation split"
@@ -343,16 +351,19 @@ class Training:
     def _monitor(self) -> None:
         if not self.job.group.leads:
             return
-        device = self.job.group.device
         for monitor in self.monitors:
-            with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            with self.job.group.forked_randomness():
                 values = monitor.on_step(self.job.model, self.position.step)
             if values:
                 numbers = {name: float(value) for name, value in values.items()}
                 self._write(kind="monitor", **{n: x if math.isfinite(x) else None for n, x in numbers.items()})
 
     def _save(self, name: str = LAST) -> None:
-        """Write a checkpoint; the one before it stays as ``previous.ckpt``."""
+        """Write a checkpoint, unless something went wrong on the way; the one before it stays as ``previous.ckpt``."""
+        with self._staying_in_range():
+            check()
+        self._require_finite()
+        self._read_sums()
         offset = self.metrics.sync() if self.metrics is not None else 0
         state = checkpoint.collect(self.job, self.position, self.plan, offset)
         if self.job.group.leads:
@@ -369,17 +380,18 @@ class Training:
                 raise
             raise self._diverged(str(error)) from error
 
-    def _require_finite(self, result: StepResult, indices: Tensor, epoch: int) -> None:
-        """Stop before an update that would ruin the weights; under float16 the scaler skips such updates itself."""
-        finite = result.finite or (self.job.scaler.is_enabled() and result.loss_sum == result.loss_sum)
-        if self.job.group.largest(int(not finite)):
-            step, mean = self.position.step, result.loss_sum / max(1, result.num_images)
-            text = diagnose(self.job, indices, epoch, step, result) if self.job.group.world_size == 1 else ""
-            raise self._diverged(f"loss {mean:.4g}, norm of the gradient {result.gradient_norm:.4g}", text)
+    def _require_finite(self) -> None:
+        """Stop if an update since the last look saw a loss or gradient that is no number: nothing is written of it."""
+        step = self.job.group.largest(int(self.broken_at))
+        if step >= 0:
+            mean, norm = float(self.loss) / len(self.indices), float(whole(self.norm))
+            alone = self.job.group.world_size == 1
+            text = diagnose(self.job, self.indices, self.epoch, step, mean) if alone else ""
+            raise Diverged(step, f"loss {mean:.4g}, norm of the gradient {norm:.4g}", text, self.folder)
 
-    def _diverged(self, what: str, diagnosis: str | None = None) -> Diverged:
+    def _diverged(self, what: str) -> Diverged:
         step = self.position.step
-        return Diverged(step, what, diagnose_weights(self.job, step) if diagnosis is None else diagnosis, self.folder)
+        return Diverged(step, what, diagnose_weights(self.job, step), self.folder)
 
 
 def _named_folder(out: str | Path | None, resume: str | None) -> Path | None:
@@ -393,26 +405,13 @@ def _named_folder(out: str | Path | None, resume: str | None) -> Path | None:
     return Path(resume) if Path(resume).is_dir() else Path(resume).parent
 
 
-def _agree_on_folder(config: Config, folder: Path | None, may_hold_run: bool, group: Group) -> Path:
-    """The run directory, checked before anything is written; rank 0 decides, since it may write before others look."""
-
-    def decide() -> Path:
-        if folder is None:
-            stem = f"{config.model.name}-{config.data.dataset}-seed{config.execution.seed}"
-            return vacant_folder(Path("runs") / stem)
-        if not may_hold_run:
-            check_vacant(folder)
-        return folder
-
-    return group.decided_by_leader(decide)
-
-
-@contextlib.contextmanager
-def _writing(folder: Path, group: Group) -> Iterator[None]:
-    """Rank 0 holds the lock of the run directory; if it cannot have it, all leave."""
-    with contextlib.ExitStack() as stack:
-        group.decided_by_leader(lambda: stack.enter_context(locked(folder)))
-        yield
+def _choose_folder(config: Config, named: Path | None, may_hold_run: bool) -> Path:
+    """The run directory, checked before anything is written."""
+    if named is None:
+        return vacant_folder(Path("runs") / f"{config.model.name}-{config.data.dataset}-seed{config.execution.seed}")
+    if not may_hold_run:
+        check_vacant(named)
+    return named
 
 
 def _own_monitors(job: Job) -> list[Monitor]:
@@ -427,46 +426,27 @@ def _own_monitors(job: Job) -> list[Monitor]:
     return [StabilityMonitor(standardise(images, job.dataset), num_images=_NUM_MONITORED)]
 
 
-def _refuse_what_shards_cannot(job: Job, monitors: Sequence[Monitor]) -> None:
-    """Raise on what does not work with weights spread over processes."""
-    if job.sharded and monitors:
-        raise ValueError("monitors look at whole weights, which --parallel fsdp never has; use ddp, or no monitor")
-    if job.sharded and job.config.model.options.get("memory_budget") is not None:
-        raise ValueError("memory_budget is kept by measuring branches, which --parallel fsdp shards; use ddp")
-
-
 def _measure_plan(job: Job) -> dict[str, Any]:
     """The cost of the run, measured by rank 0 on a network of its own."""
-    settings, device = job.config.optimization, job.group.device
+    settings = job.config.optimization
     size = settings.batch_size // settings.accumulate // job.group.world_size
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with job.group.forked_randomness():
         model = job.fresh_model(level=-1)
     x, labels = job.images(torch.arange(size), 0, level=-1)
-    return make_plan(model, x, job.num_steps, settings.accumulate, job.autocast, labels).to_dict()
+    return make_plan(model, x, labels, job.autocast, job.num_steps, settings.accumulate)
 
 
-@contextlib.contextmanager
-def _recording(job: Job, folder: Path, source: Source, step: int, overwrite: bool) -> Iterator[MetricsLog | None]:
-    """Rank 0 opens the files of the run, once all that can be refused has been looked at."""
-    if not job.group.leads:
-        yield None
-        return
-    make_board = _board_maker() if job.config.record.tensorboard else None
+def _open_metrics(job: Job, folder: Path, source: Source, step: int, overwrite: bool) -> MetricsLog:
+    """Open the files of the run, once all that can be refused has been looked at."""
+    make_board: Any = None
+    if job.config.record.tensorboard:
+        try:
+            from torch.utils.tensorboard import SummaryWriter as make_board
+        except ImportError as error:
+            raise ValueError(f"--tensorboard needs the package tensorboard ({error}); install revode[train]") from error
     if overwrite:
         remove_run(folder)
     write_atomically(folder / CONFIG, job.config.to_yaml())
     source.copy_to(folder)
-    board = make_board(str(folder), purge_step=step or None) if make_board is not None else None
-    log = MetricsLog(folder / METRICS, source.metrics_offset, board)
-    try:
-        yield log
-    finally:
-        log.close()
-
-
-def _board_maker() -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ValueError(f"--tensorboard needs the package tensorboard ({error}); install revode[train]") from error
-    return SummaryWriter
+    board = make_board and make_board(str(folder), purge_step=step or None)
+    return MetricsLog(folder / METRICS, source.state.get("metrics_offset", 0), board)

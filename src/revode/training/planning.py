@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from revode.engine import STRATEGIES, ReversibleSequence
+from revode.engine import ReversibleSequence
 from revode.files import human_bytes, human_range
+from revode.networks import StagedClassifier
 
 _LONG = 10.0
 """Seconds of a step beside which preparing its kernels does not count."""
@@ -35,32 +35,21 @@ class PeakActivations:
         exclude: Tensors that are alive anyway, usually the parameters.
     """
 
-    def __init__(self, exclude: Any = ()) -> None:
-        self._excluded = {tensor.untyped_storage().data_ptr() for tensor in exclude}
-        self._uses: dict[int, int] = {}
-        self._live = 0
-        self.num_bytes = 0
+    def __init__(self, exclude: Iterable[Tensor] = ()) -> None:
+        self._uses = {tensor.untyped_storage().data_ptr(): 1 for tensor in exclude}
+        self._live = self.num_bytes = 0
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: _Held(tensor, self), lambda held: held.tensor
+        )
 
-    def _pack(self, tensor: Tensor) -> _Held:
-        return _Held(tensor, self)
-
-    def _acquire(self, key: int, num_bytes: int) -> None:
-        if key in self._excluded:
-            return
-        self._uses[key] = self._uses.get(key, 0) + 1
-        if self._uses[key] == 1:
-            self._live += num_bytes
-            self.num_bytes = max(self.num_bytes, self._live)
-
-    def _release(self, key: int, num_bytes: int) -> None:
-        if key in self._excluded:
-            return
-        self._uses[key] -= 1
-        if not self._uses[key]:
-            self._live -= num_bytes
+    def count(self, storage: int, num_bytes: int, change: int) -> None:
+        """One more or one less keeps the storage at this address."""
+        before = self._uses.get(storage, 0)
+        self._uses[storage] = before + change
+        self._live += num_bytes * (bool(before + change) - bool(before))
+        self.num_bytes = max(self.num_bytes, self._live)
 
     def __enter__(self) -> PeakActivations:
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda held: held.tensor)
         self._hooks.__enter__()
         return self
 
@@ -75,116 +64,93 @@ class _Held:
         self.tensor = tensor.detach()  # a node that kept its own output would keep itself
         self._counter = counter
         self._entry = (tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes())
-        counter._acquire(*self._entry)
+        counter.count(*self._entry, 1)
 
     def __del__(self) -> None:
-        self._counter._release(*self._entry)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The cost of a run.
-
-    Attributes:
-        params: Trainable parameters.
-        flops_per_image: Of one forward pass, multiplications and additions.
-        activation_bytes: Strategy -> peak bytes kept for backward at the run's micro-batch.
-        strategy: The one that the run uses.
-        seconds_per_step: Of one update.
-        num_steps: Updates in the run.
-    """
-
-    params: int
-    flops_per_image: int
-    activation_bytes: dict[str, int]
-    strategy: str
-    seconds_per_step: float
-    num_steps: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """The plan as plain values."""
-        return asdict(self)
-
-    def lines(self) -> list[str]:
-        """The plan for a reader, in lines of at most 80 characters."""
-        memory = ", ".join(f"{name} {human_bytes(count)}" for name, count in self.activation_bytes.items())
-        return [
-            f"  parameters   {self.params:,}",
-            f"  forward      {self.flops_per_image / 1e6:,.1f} MFLOP an image",
-            f"  activations  {memory}",
-            f"               (this run: {self.strategy})",
-            f"  time         {human_range(self.seconds_per_step * self.num_steps)} for {self.num_steps:,} steps",
-        ]
+        self._counter.count(*self._entry, -1)
 
 
 def make_plan(
-    model: nn.Module, images: Tensor, num_steps: int, accumulate: int, autocast: Callable[[], Any], labels: Tensor
-) -> Plan:
-    """Measure a copy of `model` on one micro-batch.
+    model: StagedClassifier,
+    images: Tensor,
+    labels: Tensor,
+    autocast: Callable[[], Any],
+    num_steps: int,
+    accumulate: int,
+) -> dict[str, Any]:
+    """Measure copies of `model` on one micro-batch; the plan is part of ``result.json``.
 
     Args:
         model: The network, on its device and not yet wrapped.
         images: One micro-batch as the network sees it.
+        labels: Of the images.
+        autocast: Makes the precision context of the run.
         num_steps: Updates in the run.
         accumulate: Micro-batches of an update.
-        autocast: Makes the precision context of the run.
-        labels: Of the images.
+
+    Returns:
+        Trainable ``params``; ``flops_per_image`` of a forward pass; ``activation_bytes``, the peak kept for backward under
+        each strategy; the run's own ``strategy``; ``seconds_per_step`` of an update; ``num_steps``.
     """
-    devices = [images.device] if images.device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
+    memory: dict[str, int] = dict.fromkeys(model.config.strategies, 0)
+    own = model.config.backprop
+
+    def step(network: nn.Module, count: int) -> None:
+        with autocast():
+            loss = F.cross_entropy(network(images[:count]).float(), labels[:count])
+        loss.backward()
+
+    def peak(network: nn.Module, count: int) -> int:
+        with PeakActivations(network.parameters()) as counter:
+            step(network, count)
+        return counter.num_bytes
+
+    def timed() -> None:
+        if memory[own]:
+            step(trial, len(images))
+        else:
+            memory[own] = peak(trial, len(images))
+
+    with torch.random.fork_rng([images.device] if images.device.type == "cuda" else []):
         trial = copy.deepcopy(model).train()
-        sequences = [module for module in trial.modules() if isinstance(module, ReversibleSequence)]
-        strategy = sequences[0].backprop if sequences else "store"
-
-        def step(count: int) -> None:
-            with autocast():
-                loss = F.cross_entropy(trial(images[:count]).float(), labels[:count])
-            loss.backward()
-
-        seconds = fastest(lambda: step(len(images)), images.device) * accumulate
-        memory = {}
-        for name in STRATEGIES if sequences else ("store",):
-            trial = copy.deepcopy(model).train()
-            use_strategy(trial, name)
-            memory[name] = _extrapolate(trial, step, len(images))
-        return Plan(
-            params=sum(p.numel() for p in model.parameters() if p.requires_grad),
-            flops_per_image=_flops(copy.deepcopy(model), images[:1]),
-            activation_bytes=memory,
-            strategy=strategy,
-            seconds_per_step=seconds,
-            num_steps=num_steps,
-        )
+        seconds = fastest(timed, images.device) * accumulate
+        for name in memory.keys() - {own}:
+            # Activations grow linearly with the batch. (Batch norm over a single pixel cannot train on one image.)
+            two, three = (peak(_under(model, name), count) for count in (2, 3))
+            memory[name] = two + (three - two) * (len(images) - 2)
+        # Counted on zeros: before any training, running statistics do not bound the states of a real image.
+        with torch.no_grad(), FlopCounterMode(display=False) as flops:
+            copy.deepcopy(model).eval()(torch.zeros_like(images[:1]))
+    return {
+        "params": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "flops_per_image": flops.get_total_flops(),
+        "activation_bytes": memory,
+        "strategy": own,
+        "seconds_per_step": seconds,
+        "num_steps": num_steps,
+    }
 
 
-def use_strategy(model: nn.Module, strategy: str) -> None:
-    """Set every reversible sequence of `model` to compute its gradients by `strategy`; a budget goes with reversible only."""
-    if _budget(model) is not None and strategy != "reversible":
-        classifier: Any = model
-        classifier.config = classifier.config.with_options(memory_budget=None)
-    for module in model.modules():
-        if isinstance(module, ReversibleSequence):
-            if strategy != module.backprop:
-                module.memory_budget = None
-            module.backprop = strategy
+def _under(model: StagedClassifier, strategy: str) -> StagedClassifier:
+    """A copy of a reversible network that computes its gradients by another strategy, and has no memory budget."""
+    twin = copy.deepcopy(model).train()
+    twin.config = twin.config.with_options(memory_budget=None)
+    for stage in twin.stages:
+        if isinstance(stage.body, ReversibleSequence):
+            stage.body = stage.body.with_strategy(backprop=strategy, memory_budget=None)
+    return twin
 
 
-def _budget(model: nn.Module) -> int | None:
-    """The memory budget of a whole network, which it divides among its sequences when it is called."""
-    return getattr(getattr(model, "config", None), "memory_budget", None)
-
-
-def _extrapolate(model: nn.Module, step: Callable[[int], None], num_images: int) -> int:
-    """Peak bytes at `num_images`, from their peaks at two and three images: activations grow linearly with the batch.
-
-    (Batch norm over a single pixel cannot train on one image.) Under a memory budget they do not, and all images are taken.
-    """
-    peaks = []
-    for count in (2, 3) if num_images > 3 and _budget(model) is None else (num_images,):
-        with PeakActivations(model.parameters()) as peak:
-            step(count)
-        peaks.append(peak.num_bytes)
-    return peaks[0] + (peaks[-1] - peaks[0]) * (num_images - 2)
+def plan_lines(plan: dict[str, Any]) -> list[str]:
+    """A plan for a reader, in lines of at most 80 characters."""
+    memory = ", ".join(f"{name} {human_bytes(count)}" for name, count in plan["activation_bytes"].items())
+    return [
+        f"  parameters   {plan['params']:,}",
+        f"  forward      {plan['flops_per_image'] / 1e6:,.1f} MFLOP an image",
+        f"  activations  {memory}",
+        f"               (this run: {plan['strategy']})",
+        f"  time         {human_range(plan['seconds_per_step'] * plan['num_steps'])} for {plan['num_steps']:,} steps",
+    ]
 
 
 def fastest(action: Callable[[], object], device: torch.device) -> float:
@@ -202,12 +168,3 @@ def fastest(action: Callable[[], object], device: torch.device) -> float:
         if seconds[0] > _LONG:
             return seconds[0]
     return min(seconds[1:])
-
-
-@torch.no_grad()
-def _flops(model: nn.Module, image: Tensor) -> int:
-    """Counted on zeros: before any training, running statistics do not bound the states of a real image."""
-    model.eval()
-    with FlopCounterMode(display=False) as counter:
-        model(torch.zeros_like(image))
-    return counter.get_total_flops()

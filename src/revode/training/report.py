@@ -2,27 +2,44 @@
 
 from __future__ import annotations
 
+import copy
 import json
-import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
 
 from revode import data
 from revode.charts import Points, bars, lines, pictures, shares
+from revode.engine import ReversibleSequence
 from revode.files import human_bytes, human_time
+from revode.networks.blocks import ConvStem
+from revode.networks.classifier import InvertibleClassifier, StagedClassifier
 from revode.page import Page
-from revode.training.diagnosis import depth_profile
-from revode.training.run import REPORT, Run, existing_run, images_as_seen, load_run, read_metrics
+from revode.training.checkpoint import REPORT
+from revode.training.run import Run, images_as_seen, load_run, read_metrics
 from revode.training.terminal import passing
-from revode.training.walk import activations, walk_back
 
 _COLUMNS = 6
 _NUM_MISTAKES, _NUM_SHOWN = 12, 6
 _NUM_PROFILE_IMAGES = 16
 _SCAN = 200
 """Images scored at a time in the search for mistakes."""
+_EXACT = 1e-12
+"""What stands for an error of 0 on a logarithmic axis."""
+
+_CURVES = {
+    "loss": (
+        "loss",
+        "Cross-entropy, means between log lines. The training loss includes label smoothing, where that is on.",
+    ),
+    "accuracy": ("accuracy, %", "Accuracy on augmented training images, and on images not trained on."),
+    "lr": ("learning rate", "The learning rate."),
+    "gradient_norm": ("norm of the gradient", "Norm of the whole gradient before clipping."),
+}
+"""Quantity of ``metrics.jsonl`` -> its axis and the caption of its figure."""
 
 
 def write_report(folder: str | Path, data_root: str | None = None, out: str | Path | None = None) -> Path:
@@ -33,38 +50,30 @@ def write_report(folder: str | Path, data_root: str | None = None, out: str | Pa
         data_root: Folder of the data sets; where its images are missing, the parts that need them are left out.
         out: The page; ``report.html`` in the run unless given.
     """
-    path = existing_run(folder)
-    run = load_run(path)
-    try:
-        dataset = data.load(run.config.data.dataset, data_root or run.config.record.data_root)
-        absence = ""
-    except (FileNotFoundError, ValueError) as error:
-        dataset, absence = None, str(error)
-    page = Page(*_titles(run))
+    run = load_run(folder)
+    config = run.config
+    words = f"recipe {config.recipe}, seed {config.execution.seed}, weights of the {run.weights_of}"
+    page = Page(f"{config.model.name} on {config.data.dataset}", words)
     passing("report: curves")
     _cards(page, run)
-    _curves(page, path)
-    _monitors(page, path)
+    _curves(page, read_metrics(run.folder))
     _memory(page, run)
-    if dataset is None:
-        page.text(f"Parts that need the images are missing: {absence}.")
-    else:
+    dataset = None
+    try:
+        dataset = data.load(config.data.dataset, data_root or config.record.data_root)
+    except (FileNotFoundError, ValueError) as error:
+        page.text(f"Parts that need the images are missing: {error}.")
+    if dataset is not None:
         passing("report: the network over its depth")
         _walk(page, run, dataset)
         _depth(page, run, dataset)
     _classes(page, run)
     if dataset is not None and dataset.test is not None:
         passing("report: predictions")
-        _predictions(page, run, dataset)
+        _predictions(page, run, dataset, dataset.test)
     _settings(page, run)
     passing("")
-    return page.write(path / REPORT if out is None else Path(out))
-
-
-def _titles(run: Run) -> tuple[str, str]:
-    config = run.config
-    words = [f"recipe {config.recipe}", f"seed {config.execution.seed}", f"weights of the {run.weights_of}"]
-    return f"{config.model.name} on {config.data.dataset}", ", ".join(words)
+    return page.write(run.folder / REPORT if out is None else Path(out))
 
 
 def _cards(page: Page, run: Run) -> None:
@@ -84,68 +93,37 @@ def _cards(page: Page, run: Run) -> None:
     )
 
 
-def _curves(page: Page, folder: Path) -> None:
-    rows = read_metrics(folder)
-    train = [row for row in rows if row["kind"] == "train"]
-    if not train:
+def _curves(page: Page, rows: list[dict[str, Any]]) -> None:
+    """The course of what was logged, and of what ``--monitor`` wrote."""
+    if not any(row["kind"] == "train" for row in rows):
         page.text("No metrics were logged yet.")
         return
     page.heading("Training")
-    first, last = train[0], train[-1]
-    evaluations = [row for row in rows if row["kind"] == "evaluation"]
-    end = f"; {evaluations[-1]['split']} loss ends at {evaluations[-1]['loss']:.3f}" if evaluations else ""
-    page.figure(
-        lines(_over_steps(rows, "loss"), "step", "loss"),
-        "Cross-entropy, means between log lines. The training loss includes label smoothing, where that is on.",
-        f"Training loss from {first['loss']:.3f} to {last['loss']:.3f}{end}",
-    )
-    page.figure(
-        lines(_over_steps(rows, "accuracy", 100), "step", "accuracy, %"),
-        "Accuracy on augmented training images, and on images not trained on.",
-        f"Training accuracy from {first['accuracy']:.1%} to {last['accuracy']:.1%}",
-    )
-    page.figure(
-        lines(_over_steps(rows, "lr"), "step", "learning rate"),
-        "The learning rate.",
-        f"Learning rate from {first['lr']:.3g} to {last['lr']:.3g}, at most {max(row['lr'] for row in train):.3g}",
-    )
-    norms = [row["gradient_norm"] for row in train if row["gradient_norm"] is not None]
-    if norms:
-        page.figure(
-            lines(_over_steps(rows, "gradient_norm"), "step", "norm of the gradient", log_y=True),
-            "Norm of the whole gradient before clipping.",
-            f"Gradient norm from {norms[0]:.3g} to {norms[-1]:.3g}",
-        )
-
-
-def _monitors(page: Page, folder: Path) -> None:
-    """What ``--monitor`` wrote, a figure for each quantity."""
-    rows = [row for row in read_metrics(folder) if row["kind"] == "monitor"]
-    quantities = dict.fromkeys(name for row in rows for name in row if name not in ("kind", "step"))
-    if quantities:
+    for quantity, (axis, caption) in _CURVES.items():
+        _curve(page, rows, quantity, axis, caption)
+    monitored = [row for row in rows if row["kind"] == "monitor"]
+    names = dict.fromkeys(name for row in monitored for name in row if name not in ("kind", "step"))
+    if names:
         page.heading("Stability while training")
-    for name in quantities:
-        known = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
-        if known:
-            steps, values = zip(*known, strict=True)
-            words = name.replace("_", " ")
-            chart = lines({words: (steps, values)}, "step", words, mark=len(known) < 30)
-            page.figure(
-                chart,
-                f"{words.capitalize()} on a few training images.",
-                f"{words} from {values[0]:.3g} to {values[-1]:.3g}",
-            )
+    for name in names:
+        words = name.replace("_", " ")
+        _curve(page, monitored, name, words, f"{words.capitalize()} on a few training images.")
 
 
-def _over_steps(rows: list[dict[str, Any]], quantity: str, scale: float = 1.0) -> dict[str, Points]:
-    """A quantity of the metrics over steps: in training, and on the evaluation split where it has it."""
+def _curve(page: Page, rows: list[dict[str, Any]], quantity: str, axis: str, caption: str) -> None:
+    """A quantity of the metrics over steps: a curve for training and for the evaluation split, where they have it."""
     series: dict[str, Points] = {}
-    for kind in ("train", "evaluation"):
+    scale = 100.0 if axis.endswith("%") else 1.0
+    for kind in ("train", "evaluation", "monitor"):
         found = [row for row in rows if row["kind"] == kind and row.get(quantity) is not None]
         if found:
             name = found[-1].get("split", kind)
             series[name] = [row["step"] for row in found], [scale * row[quantity] for row in found]
-    return series
+    if series:
+        marked = any(row["kind"] == "monitor" for row in rows) and len(rows) < 30
+        chart = lines(series, "step", axis, log_y=quantity == "gradient_norm", mark=marked)
+        courses = [f"{name} from {values[0]:.3g} to {values[-1]:.3g}" for name, (_, values) in series.items()]
+        page.figure(chart, caption, f"{axis}: {'; '.join(courses)}")
 
 
 def _memory(page: Page, run: Run) -> None:
@@ -154,8 +132,8 @@ def _memory(page: Page, run: Run) -> None:
         return
     sizes, used = plan["activation_bytes"], plan["strategy"]
     page.heading("Memory")
-    caption = f"Peak activations for one micro-batch, predicted before the run; this run used {used}"
-    if "store" in sizes and used != "store":
+    caption = f"Peak activations for one micro-batch, measured before the run; this run used {used}"
+    if used != "store":
         caption += f", {sizes['store'] / max(1, sizes[used]):.1f} times less than storing everything"
     listing = ", ".join(f"{name} {human_bytes(size)}" for name, size in sizes.items())
     megabytes = {name: size / 1e6 for name, size in sizes.items()}
@@ -165,8 +143,7 @@ def _memory(page: Page, run: Run) -> None:
 
 def _walk(page: Page, run: Run, dataset: data.Dataset) -> None:
     """Images found back by walking back, and what one looks like on its way."""
-    split = dataset.test or dataset.train
-    seen, _ = images_as_seen(dataset, split, _COLUMNS)
+    seen, _ = images_as_seen(dataset, dataset.test or dataset.train, _COLUMNS)
     walked = walk_back(run.model, seen)
     if walked is None:
         return
@@ -194,34 +171,136 @@ def _walk(page: Page, run: Run, dataset: data.Dataset) -> None:
     )
 
 
+class Walk(NamedTuple):
+    """Images found again, and from where, in words."""
+
+    images: Tensor
+    start: str
+
+
+@torch.no_grad()
+def walk_back(model: nn.Module, images: Tensor) -> Walk | None:
+    """The images that walking back finds, as far as a network can be walked back: all of it, or its first unit.
+
+    None where there is no way back: in a ResNet, or where the final pair alone does not tell it.
+    """
+    if isinstance(model, InvertibleClassifier):
+        return Walk(model.inverse(model.features(images)), "the last features, behind all blocks")
+    if not isinstance(model, StagedClassifier) or not model.sequences() or not isinstance(model.stem, ConvStem):
+        return None
+    name, sequence, num_blocks = model.sequences()[0]
+    _, state = sequence(model.stem(images), return_state=True)
+    try:
+        features = sequence.inverse(state)
+    except ValueError:
+        return None
+    start = f"the end of {name} ({num_blocks} blocks): the features that entered it, and the image that gives these"
+    return Walk(_image_before(model.stem, features), start)
+
+
+def _image_before(stem: ConvStem, features: Tensor) -> Tensor:
+    """The image whose stem features these are: least squares over those that ReLU let pass.
+
+    Features are rebuilt with an error, so that the smallest may have been cut off.
+    """
+    stem, wanted = copy.deepcopy(stem).double().eval(), features.double()
+    passed = wanted > 1e-3 * wanted.max()
+    shape = len(features), stem.conv.in_channels, *features.shape[2:]
+    image = torch.zeros(shape, dtype=torch.float64, device=features.device, requires_grad=True)  # type: ignore[arg-type]
+    search = torch.optim.LBFGS([image], max_iter=300, tolerance_grad=1e-12, tolerance_change=1e-14, history_size=20)
+
+    def distance() -> Tensor:
+        with torch.enable_grad():
+            loss = ((stem.norm(stem.conv(image)) - wanted) * passed).square().sum()
+            (image.grad,) = torch.autograd.grad(loss, image)
+        return loss
+
+    search.step(distance)  # type: ignore[arg-type]
+    return image.detach().float()
+
+
+@torch.no_grad()
+def activations(model: nn.Module, image: Tensor, count: int) -> dict[int, list[tuple[int, Tensor]]]:
+    """Unit -> up to `count` of its blocks, evenly spaced, each with the mean over channels of the state behind it."""
+    assert isinstance(model, StagedClassifier)
+    found: dict[int, list[tuple[int, Tensor]]] = {}
+    y = model.stem(image)
+    for number, stage in enumerate(model.stages, 1):
+        body = stage.body
+        if isinstance(body, ReversibleSequence):
+            states = list(body.states(y))[:: body.scheme.fields_per_step]
+            blocks = sorted({round(i * (len(states) - 1) / (count - 1)) for i in range(count)})
+            found[number] = [(block, _picture(states[block])) for block in blocks]
+        y = stage(y)
+    return found
+
+
+def _picture(state: tuple[Tensor | None, Tensor]) -> Tensor:
+    return torch.cat([member[0] for member in state if member is not None]).mean(0, keepdim=True)
+
+
 def _depth(page: Page, run: Run, dataset: data.Dataset) -> None:
+    """Reconstruction error and gradient over depth, a curve for each unit."""
     images, labels = images_as_seen(dataset, dataset.test or dataset.train, _NUM_PROFILE_IMAGES)
-    profiles = depth_profile(run.model, images, labels)
-    if not profiles:
+    errors = reconstruction_errors(run.model, images)
+    if not errors:
         return
+    from revode.stability import signal_propagation
+
     page.heading("Over depth")
-    for label, caption, values in (
-        (
-            "reconstruction error",
-            "States computed back from the end of each unit against those computed forward; 1e-12 stands for exact.",
-            [profile.reconstruction_error for profile in profiles],
-        ),
-        (
-            "gradient of the state",
-            "Norm of the loss's gradient by each state: where it neither grows nor shrinks, depth costs nothing.",
-            [profile.gradient_norm for profile in profiles],
-        ),
-    ):
-        if not any(values):
-            continue
-        series: dict[str, Points] = {}
-        start = 1
-        for profile, numbers in zip(profiles, values, strict=True):
-            if numbers:  # an error of 0 cannot be shown on a logarithmic axis
-                series[profile.name] = list(range(start, start + len(numbers))), [max(x, 1e-12) for x in numbers]
-            start += len(numbers)
-        chart = lines(series, "branch, from input to output", label, log_y=True, mark=True)
-        page.figure(chart, caption, f"The {label} over depth, at most {max(max(x) for x in values if x):.2g}")
+    caption = (
+        f"States computed back from the end of each unit against those computed forward; {_EXACT:.0e} stands for exact."
+    )
+    _over_depth(page, errors, "reconstruction error", caption)
+    found = signal_propagation(run.model, images, labels)
+    gradients: dict[str, list[float]] = {name: [] for name in errors}
+    for place, norm in zip(found.places, found.gradient.tolist(), strict=True):
+        if place.kind == "step":
+            gradients[f"unit {place.unit + 1}"].append(norm)
+    caption = "Norm of the loss's gradient by each state: where it neither grows nor shrinks, depth costs nothing."
+    _over_depth(page, gradients, "gradient of the state", caption)
+
+
+def _over_depth(page: Page, units: Mapping[str, list[float]], label: str, caption: str) -> None:
+    series: dict[str, Points] = {}
+    start = 1
+    for name, numbers in units.items():
+        if numbers:
+            series[name] = list(range(start, start + len(numbers))), [max(number, _EXACT) for number in numbers]
+        start += len(numbers)
+    if series:
+        chart = lines(series, "block, from input to output", label, log_y=True, mark=True)
+        page.figure(
+            chart, caption, f"The {label} over depth, at most {max(map(max, filter(None, units.values()))):.2g}"
+        )
+
+
+@torch.no_grad()
+def reconstruction_errors(model: nn.Module, images: Tensor) -> dict[str, list[float]]:
+    """Unit -> ‖state computed back - state‖ / ‖state‖ before each of its blocks, after walking back from its end.
+
+    A unit whose final pair alone does not tell the way back has no numbers.
+    """
+    inputs: list[tuple[Any, Any]] = []
+    units = [module for module in model.modules() if isinstance(module, ReversibleSequence)]
+    hooks = [unit.register_forward_pre_hook(lambda unit, x: inputs.append((unit, x[0]))) for unit in units]
+    model.eval()(images)
+    for hook in hooks:
+        hook.remove()
+    return {f"unit {number}": _errors(unit, x) for number, (unit, x) in enumerate(inputs, 1)}
+
+
+def _errors(unit: ReversibleSequence, x: Any) -> list[float]:
+    states: list[Any] = list(unit.states(x))
+    try:
+        back = list(unit.states_back(states[-1], started=isinstance(x, tuple) or None))
+    except ValueError:
+        return []
+    errors = [
+        float((found - state).norm() / state.norm().clamp(min=1e-30))
+        for (_, found), (_, state) in zip(reversed(back), states, strict=True)
+    ]
+    return errors[: -1 : unit.scheme.fields_per_step]
 
 
 def _classes(page: Page, run: Run) -> None:
@@ -246,24 +325,23 @@ def _classes(page: Page, run: Run) -> None:
 
 
 @torch.no_grad()
-def _predictions(page: Page, run: Run, dataset: data.Dataset) -> None:
+def _predictions(page: Page, run: Run, dataset: data.Dataset, test: data.Split) -> None:
     """The first test images and the first mistakes, each with the confidence of the network."""
-    assert dataset.test is not None
-    first: list[tuple[Any, str]] = []
-    mistakes: list[tuple[Any, str]] = []
+    first: list[tuple[Tensor, str]] = []
+    mistakes: list[tuple[Tensor, str]] = []
     names = dataset.class_names
-    for indices in data.evaluation_batches(len(dataset.test), _SCAN):
-        batch = dataset.test.take(indices)
+    for indices in data.evaluation_batches(len(test), _SCAN):
+        batch = test.take(indices)
         confidences, predictions = run.model(data.standardise(batch.images, dataset)).softmax(1).max(1)
         for image, label, taken, sure in zip(
-            batch.images, batch.labels.tolist(), predictions.tolist(), confidences, strict=True
+            batch.images, batch.labels.tolist(), predictions.tolist(), confidences.tolist(), strict=True
         ):
-            if len(first) < _NUM_SHOWN:
-                first.append((image, f"{names[taken]}\n{float(sure):.0%}"))
+            first.append((image, f"{names[taken]}\n{sure:.0%}"))
             if taken != label:
-                mistakes.append((image, f"{names[label]} → {names[taken]}\n{float(sure):.0%}"))
+                mistakes.append((image, f"{names[label]} → {names[taken]}\n{sure:.0%}"))
         if len(mistakes) >= _NUM_MISTAKES:
             break
+    first, mistakes = first[:_NUM_SHOWN], mistakes[:_NUM_MISTAKES]
     page.figure(
         pictures([first]),
         "The first test images: the class they were taken for, and how sure the network is.",
@@ -272,7 +350,6 @@ def _predictions(page: Page, run: Run, dataset: data.Dataset) -> None:
     if not mistakes:
         page.text("No test image is classified wrongly.")
         return
-    mistakes = mistakes[:_NUM_MISTAKES]
     page.figure(
         pictures([mistakes[i : i + 4] for i in range(0, len(mistakes), 4)]),
         "The first mistakes among the test images: true class → what it was taken for, and how sure the network is.",
@@ -291,7 +368,5 @@ def _settings(page: Page, run: Run) -> None:
             f"Source: commit {result['commit'] or 'unknown'}. Commands: revode eval, revode report, revode export."
         )
         shown = {key: value for key, value in result.items() if key != "confusion"}
-        page.details(
-            f"result.json (without the confusion matrix), {os.path.basename(run.folder)}",
-            json.dumps(shown, indent=2),
-        )
+        summary = f"result.json (without the confusion matrix), {run.folder.name}"
+        page.details(summary, json.dumps(shown, indent=2))

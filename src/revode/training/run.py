@@ -169,9 +169,8 @@ def evaluate(
     group.share_buffers(model)
     was_training = model.training
     model.eval()
-    dtype = torch.float32 if group.device.type == "mps" else torch.float64  # which MPS does not have
-    confusion = torch.zeros(info.num_classes, info.num_classes, dtype=dtype, device=group.device)
-    loss = torch.zeros((), dtype=dtype, device=group.device)
+    confusion = torch.zeros(info.num_classes, info.num_classes, dtype=group.widest, device=group.device)
+    loss = torch.zeros((), dtype=group.widest, device=group.device)
     shares = list(data.evaluation_batches(len(split), batch_size, rank=group.rank, world_size=group.world_size))
     try:
         for index in range(group.largest(len(shares))):
@@ -332,7 +331,7 @@ def make_result(
         "epochs": position.step / job.steps_per_epoch,
         "seconds": round(position.seconds, 3),
         "images_per_second": round(position.step * config.optimization.batch_size / max(1e-9, trained), 1),
-        "peak_activation_bytes": position.peak_activation_bytes,
+        "peak_activation_bytes": plan["activation_bytes"][plan["strategy"]],
         "plan": plan,
         "confusion": None if score is None else score.confusion.tolist(),
         "seed": config.execution.seed,

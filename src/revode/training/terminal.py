@@ -35,6 +35,9 @@ class Progress:
         num_steps: Updates in the run.
         images_per_step: Size of the global batch.
         silent: Whether to say nothing at all.
+
+    Attributes:
+        logged: The last line of metrics in words, which is shown until there is another.
     """
 
     def __init__(self, num_steps: int, images_per_step: int, silent: bool = False) -> None:
@@ -44,6 +47,7 @@ class Progress:
         self._bar: Any = None
         self._task: Any = None
         self._last_line = 0.0
+        self.logged = ""
 
     def __enter__(self) -> Progress:
         self._last_line = time.perf_counter()
@@ -68,17 +72,13 @@ class Progress:
             self._bar.stop()
 
     def step(self, position: Position) -> None:
-        """Show where training stands, after every update; the means are those since the last line of metrics."""
+        """Show where training stands, after every update."""
         if not self._due():
             return
-        step, images = position.step, max(1, position.num_images)
+        step = position.step
         left = human_time((self._num_steps - step) * position.seconds / max(1, step))
         speed = step * self._images_per_step / max(1e-9, position.seconds - position.seconds_scoring)
-        text = (
-            f"loss {position.loss_sum / images:.3f}  accuracy {position.num_correct / images:6.1%}  "
-            f"{speed:.0f} images/s  {left} left  {memory_in_use()}"
-        )
-        self._show(step, text)
+        self._show(step, f"{self.logged}{speed:.0f} images/s  {left} left  {memory_in_use()}")
 
     def scoring(self, step: int, done: int, total: int) -> None:
         """Show how much of a split is scored."""
