@@ -1,6 +1,6 @@
 """Run by test_loop_syncs.py: print, as JSON, where a training makes a device wait between lines of metrics, and at them.
 
-The device is the pretended one of tests/engine/device_syncs.py.
+The device is the pretended one of ``revode bench``.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import device_syncs as pretended
 import torch
 from tiny_runs import tiny
 
+from revode.bench import fresh as pretended
 from revode.training.checkpoint import Position
 from revode.training.diagnosis import Diverged
 from revode.training.distributed import Group
@@ -37,7 +37,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 def on_device(job: Job) -> Job:
     """The job with all its tensors on the pretended device."""
-    device = torch.device(f"{pretended.NAME}:0")
+    device = torch.device(f"{pretended.DEVICE}:0")
     job.group = Group(0, 1, device)
     pretended.moved(job.model)
     job.optimizer = make_optimizer(job.model, job.config.optimization)
@@ -96,7 +96,7 @@ def divergence(folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     warnings.simplefilter("ignore")
-    pretended.register()
+    pretended.pretend_device()
     found: dict[str, Any] = {}
     with pretended.Everywhere(), tempfile.TemporaryDirectory() as place, contextlib.redirect_stdout(io.StringIO()):
         for number, (name, settings) in enumerate(CASES.items()):

@@ -12,9 +12,9 @@ from tiny_runs import assert_same_bits, command, read_rows, tiny
 import revode
 from revode import data
 from revode.training import Interrupted, configure, load_run, train
+from revode.training.config import Level, level_of, num_epochs, parse_levels
 from revode.training.distributed import Group, train_in_processes
 from revode.training.job import Job
-from revode.training.levels import Level, level_of, num_epochs, parse_levels
 
 LEVELS = "26@4:1,26@8:1,38@8:1"
 SETTINGS = {

@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write the file, and print its path and how it compares with torch."""
     require("train", "export")
-    from revode.training.export import export_onnx
+    from revode.training.run import export_onnx
 
     target = args.onnx or Path(args.run) / "model.onnx"
     path, difference = export_onnx(args.run, target, overwrite=args.overwrite)

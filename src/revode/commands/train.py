@@ -8,7 +8,7 @@ import shlex
 import sys
 
 from revode.commands import require
-from revode.training.config import RECIPES, add_flags, configure, given_settings, read_yaml
+from revode.training.config import LEAVES, RECIPES, add_flags, configure, read_yaml
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train; 0 when done, 3 when training diverged, 130 or 143 when a signal stopped it."""
     require("train")
-    given = given_settings(args)
+    given = {name: value for name, value in vars(args).items() if name in LEAVES}
     if args.model is not None:
         given["name"] = args.model
     config = configure(args.config, **given)

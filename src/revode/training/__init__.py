@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from revode.training.config import Config as Config
     from revode.training.config import configure as configure
     from revode.training.diagnosis import Diverged as Diverged
-    from revode.training.export import export_onnx as export_onnx
     from revode.training.loop import Monitor as Monitor
     from revode.training.loop import train as train
     from revode.training.report import write_report as write_report
+    from revode.training.run import export_onnx as export_onnx
     from revode.training.run import load_run as load_run
     from revode.training.terminal import Interrupted as Interrupted
 
@@ -30,7 +30,7 @@ _HOMES = {
     "Monitor": "loop",
     "RECIPES": "config",
     "configure": "config",
-    "export_onnx": "export",
+    "export_onnx": "run",
     "load_run": "run",
     "train": "loop",
     "write_report": "report",

@@ -3,14 +3,7 @@
 Every setting has a name of its own, which is its key in YAML (inside its section) and its flag on the command line. The tree
 holds what decides the numbers of a run; where it is written and whether it resumes are arguments of `train`. A recipe is a
 named set of settings: the paper's are as printed in it and in its authors' code, the others were chosen by measurement.
-
-| recipe | for | from |
-|---|---|---|
-| ``digits`` | the embedded digits, under a minute on two cores | measured, see docs/training.md |
-| ``quick`` | CIFAR on a CPU | measured, see docs/training.md |
-| ``cifar`` | CIFAR-10 and CIFAR-100 | the paper |
-| ``cifar-1202`` | hamiltonian-1202 on CIFAR-10 | the paper, with drops by steps as in the authors' code |
-| ``stl`` | STL-10 | the paper |
+docs/training.md has them in a table.
 
 Nothing here needs torch, so that ``revode train --help`` answers at once.
 """
@@ -20,6 +13,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import itertools
+import re
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -27,7 +22,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from revode.files import nearest, unknown
-from revode.training.levels import num_epochs, parse_levels
 
 MOST_THREADS = 1024
 """More make the thread pool fail."""
@@ -148,8 +142,7 @@ class Config:
 
     def leaves(self) -> dict[str, Any]:
         """Name -> value of every setting, over all sections."""
-        sections = {leaf.section: getattr(self, leaf.section) if leaf.section else self for leaf in LEAVES.values()}
-        return {name: getattr(sections[leaf.section], name) for name, leaf in LEAVES.items()}
+        return {name: getattr(getattr(self, leaf.section, self), name) for name, leaf in LEAVES.items()}
 
     def to_dict(self) -> dict[str, Any]:
         """The tree as plain dicts, lists, numbers and strings."""
@@ -200,6 +193,48 @@ LEAVES = {leaf.name: leaf for name, tree in {"": Config, **SECTIONS}.items() for
 """Every setting by its name, which is unique over the tree."""
 
 
+_LEVEL = re.compile(r"(\d+)@(\d+):(\d+)")
+
+
+@dataclass(frozen=True)
+class Level:
+    """A network of so many layers on images of this edge, for so many epochs."""
+
+    layers: int
+    edge: int
+    epochs: int
+
+
+def parse_levels(text: str) -> tuple[Level, ...]:
+    """The levels of ``38@16:8,74@32:14``; none of an empty text."""
+    levels = []
+    for part in text.split(",") if text else []:
+        match = _LEVEL.fullmatch(part.strip())
+        if match is None:
+            raise ValueError(f"levels has {part!r}; expected layers@edge:epochs, as 38@16:8,74@32:14")
+        levels.append(Level(*map(int, match.groups())))
+    for first, second in itertools.pairwise(levels):
+        if second.layers < first.layers or second.edge < first.edge:
+            raise ValueError(f"levels is {text}; neither layers nor the edge of images may fall from level to level")
+    if any(not (level.edge and level.epochs) for level in levels):
+        raise ValueError(f"levels is {text}; every level needs an edge and epochs of at least 1")
+    return tuple(levels)
+
+
+def num_epochs(levels: tuple[Level, ...]) -> int:
+    """Epochs of all levels."""
+    return sum(level.epochs for level in levels)
+
+
+def level_of(levels: tuple[Level, ...], epoch: int) -> int:
+    """Which level an epoch belongs to; those behind the end to the last."""
+    for index, level in enumerate(levels):
+        epoch -= level.epochs
+        if epoch < 0:
+            return index
+    return len(levels) - 1
+
+
 def _check(values: dict[str, Any]) -> None:
     """Refuse values out of bounds, and those that do not go together."""
     for name, leaf in LEAVES.items():
@@ -243,7 +278,7 @@ def convert(leaf: Leaf, value: Any) -> Any:
     """`value` in the type of `leaf`, from a string or from what YAML gives; else a ValueError that says what was expected."""
     try:
         return _convert(leaf.kind, value)
-    except (KeyError, OverflowError, TypeError, ValueError):
+    except Exception:
         raise ValueError(f"{leaf.path} is {value!r}; expected {_expectation(leaf.kind)}") from None
 
 
@@ -292,22 +327,14 @@ def _convert_options(value: Any) -> dict[str, Any]:
     if isinstance(value, str):
         import yaml
 
-        try:
-            value = yaml.safe_load("{" + value.replace("=", ": ") + "}")
-        except yaml.YAMLError:
-            raise ValueError from None
+        value = yaml.safe_load("{" + value.replace("=", ": ") + "}")
         if None in value.values():
             raise ValueError
-    if not isinstance(value, Mapping):
-        raise TypeError
-    return {str(key): _number_if_possible(item) for key, item in value.items()}
-
-
-def _number_if_possible(item: Any) -> Any:
-    """YAML reads 1e-3, without a point, as a string."""
-    with contextlib.suppress(ValueError):
-        return float(item) if isinstance(item, str) else item
-    return item
+    found = {str(key): item for key, item in value.items()}
+    for key, item in found.items():
+        with contextlib.suppress(ValueError):  # YAML reads 1e-3, without a point, as a string
+            found[key] = float(item) if isinstance(item, str) else item
+    return found
 
 
 def read_yaml(path: str) -> dict[str, Any]:
@@ -370,11 +397,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 _METAVARS = {int: "N", float: "X", str: "NAME", int | None: "N", str | None: "DIR"}
-
-
-def given_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """The settings whose flags were given."""
-    return {name: convert(LEAVES[name], value) for name, value in vars(args).items() if name in LEAVES}
 
 
 RECIPES: dict[str, dict[str, Any]] = {

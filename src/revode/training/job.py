@@ -17,12 +17,11 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 
 from revode import data
-from revode.networks import NetworkConfig, Resampling, StagedClassifier, build
+from revode.networks import NetworkConfig, Resampling, StagedClassifier, build, config_at_depth
 from revode.networks.zoo import model_config
 from revode.regularizers import decay_groups
-from revode.training.config import Config, OptimizationConfig
+from revode.training.config import Config, OptimizationConfig, level_of, parse_levels
 from revode.training.distributed import Group, parallelize, synchronize_batch_norm
-from revode.training.levels import level_of, networks, parse_levels
 
 _NUM_MEASURED = 16
 """Batches on which a new level measures the statistics of its batch norms."""
@@ -34,10 +33,22 @@ def build_model(config: Config, info: data.DatasetInfo, level: int = -1) -> Stag
 
 
 def level_networks(config: Config, info: data.DatasetInfo) -> list[NetworkConfig]:
-    """The network of every level; just the one that is named, where there are no levels."""
-    network = model_config(config.model.name, **network_options(config, info))
+    """The network of every level; just the one that is named, where there are no levels.
+
+    In depth (Chang et al. 2018) a level starts with the weights of the one before, refined in time; in resolution (Haber et
+    al. 2017) with the same weights on images whose pixels are averaged over fewer.
+    """
+    last = model_config(config.model.name, **network_options(config, info))
     levels = parse_levels(config.optimization.levels)
-    return networks(levels, network, info.image_size) if levels else [network]
+    if not levels:
+        return [last]
+    if (levels[-1].layers, levels[-1].edge) != (last.num_layers, info.image_size):
+        raise ValueError(
+            f"the last of the levels has {levels[-1].layers} layers on images of edge {levels[-1].edge}; expected "
+            f"{last.name}'s {last.num_layers} layers and the data set's edge {info.image_size}"
+        )
+    depths = [level.layers for level in levels]
+    return [last if n == last.num_layers else config_at_depth(last, f"{last.family}-{n}") for n in depths]
 
 
 def network_options(config: Config, info: data.DatasetInfo) -> dict[str, Any]:

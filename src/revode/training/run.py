@@ -1,4 +1,4 @@
-"""The run directory: who may write it, what lies in it, and how it is read back, scored and finished.
+"""The run directory: who may write it, what lies in it, and how it is read back, scored, finished and exported.
 
 config.yaml metrics.jsonl result.json last.ckpt previous.ckpt best.ckpt model.safetensors report.html
 """
@@ -6,21 +6,24 @@ config.yaml metrics.jsonl result.json last.ckpt previous.ckpt best.ckpt model.sa
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import shlex
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from revode import data
 from revode.data import DatasetInfo, Split
-from revode.files import commit, machine, read_json, read_json_lines, unwritable, versions, write_json
+from revode.files import commit, machine, read_json, read_json_lines, unwritable, versions, write_atomically, write_json
 from revode.networks.files import load, load_pretrained, save
 from revode.training.checkpoint import CONFIG, FILES, METRICS, REPORT, RESULT, WEIGHTS, Position, read_newest
 from revode.training.config import Config, from_leaves, read_yaml
@@ -89,8 +92,9 @@ class MetricsLog:
 
     def write(self, **values: Any) -> None:
         """Append one line."""
-        self._guarded(lambda: self._stream.write(json.dumps(values, allow_nan=False).encode() + b"\n"))
-        self._guarded(self._stream.flush)
+        with self._speaking_of_room():
+            self._stream.write(json.dumps(values, allow_nan=False).encode() + b"\n")
+            self._stream.flush()
         if self._board is not None:
             for name, value in values.items():
                 if isinstance(value, float):
@@ -98,12 +102,14 @@ class MetricsLog:
 
     def sync(self) -> int:
         """Make all lines durable and return their length in bytes."""
-        self._guarded(lambda: os.fsync(self._stream.fileno()))
+        with self._speaking_of_room():
+            os.fsync(self._stream.fileno())
         return self._stream.tell()
 
-    def _guarded(self, action: Any) -> None:
+    @contextlib.contextmanager
+    def _speaking_of_room(self) -> Iterator[None]:
         try:
-            action()
+            yield
         except OSError as error:
             raise ValueError(
                 f"cannot write {self.path} ({error.strerror}); the last checkpoint is intact: "
@@ -279,11 +285,17 @@ def finish(
     weights_of: str,
 ) -> dict[str, Any]:
     """Write ``model.safetensors``, ``result.json`` and ``report.html``; return the result."""
-    write_weights(job, weights, folder / WEIGHTS)
+    model = build_model(job.config, job.dataset, job.level)  # whole: the job's own may be sharded
+    model.load_state_dict(weights)
+    try:
+        save(model, folder / WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise unwritable(folder / WEIGHTS, error) from error
     result = make_result(job, position, plan, score, weights_of)
     write_json(folder / RESULT, result)
-    for line in summary(result):
-        print(line)
+    accuracy = "no test images" if score is None else f"test accuracy {score.accuracy:.2%}"
+    print(f"done: {accuracy} after {result['steps']} steps in {result['seconds']:.1f} s")
+    print(f"      ({result['images_per_second']:.0f} images/s, weights of the {weights_of})")
     for name in (WEIGHTS, RESULT):
         print(f"  {folder / name}")
     if not job.config.record.report:
@@ -299,18 +311,6 @@ def finish(
     except Exception as error:  # the run is done and written: a page that fails must not make it look failed
         print(f"  no {REPORT}: {type(error).__name__}: {error}; `revode report {quoted}` tries again")
     return result
-
-
-def write_weights(job: Job, weights: dict[str, Tensor], path: Path) -> None:
-    """Write the network as `revode.load` reads it, from a whole copy: the job's own may be sharded."""
-    from safetensors import SafetensorError
-
-    model = build_model(job.config, job.dataset, job.level)
-    model.load_state_dict(weights)
-    try:
-        save(model, path)
-    except (OSError, SafetensorError) as error:
-        raise unwritable(path, error) from error
 
 
 def make_result(
@@ -342,8 +342,67 @@ def make_result(
     }
 
 
-def summary(result: dict[str, Any]) -> list[str]:
-    """The result in a line or two for a reader."""
-    accuracy = "no test images" if result["test_accuracy"] is None else f"test accuracy {result['test_accuracy']:.2%}"
-    line = f"done: {accuracy} after {result['steps']} steps in {result['seconds']:.1f} s"
-    return [line, f"      ({result['images_per_second']:.0f} images/s, weights of the {result['weights_of']})"]
+TOLERANCE = 1e-4
+"""Largest difference of class scores, relative to the largest score, that counts as the same network."""
+
+
+def export_onnx(folder: str | Path, path: str | Path, *, overwrite: bool = False) -> tuple[Path, float | None]:
+    """Write the network of a run as ONNX, for any batch size, once it has given torch's scores.
+
+    Args:
+        folder: The run.
+        path: The file to write.
+        overwrite: Whether an existing file may be replaced.
+
+    Returns:
+        The path, and the largest relative difference of its scores to torch's; None where onnxruntime is not installed.
+    """
+    path = Path(path)
+    run = load_run(folder)
+    if path.is_dir():
+        raise ValueError(f"{path} is a directory; give the file to write, as {path / 'model.onnx'}")
+    if path.exists() and not overwrite:
+        raise ValueError(f"{path} exists already; give another path or --overwrite")
+    if not path.parent.is_dir():
+        raise ValueError(f"{path.parent} is not a directory; create it or give another path")
+    info = data.describe(run.config.data.dataset)
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(4, info.channels, info.image_size, info.image_size, generator=generator)
+    content = _convert(run.model, images)
+    difference = _compare(content, run.model, images)
+    if difference is not None and difference > TOLERANCE:
+        raise ValueError(f"the ONNX network differs from torch's by {difference:.2g} in its scores; it was not written")
+    write_atomically(path, content)
+    return path, difference
+
+
+def _convert(model: torch.nn.Module, images: torch.Tensor) -> bytes:
+    # The exporter talks about its own progress and deprecations; errors are raised all the same.
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        program = torch.onnx.export(
+            model,
+            (images,),
+            dynamo=True,
+            input_names=["images"],
+            output_names=["scores"],
+            dynamic_shapes=({0: torch.export.Dim("batch")},),
+        )
+    assert program is not None
+    return program.model_proto.SerializeToString()
+
+
+@torch.no_grad()
+def _compare(content: bytes, model: torch.nn.Module, images: torch.Tensor) -> float | None:
+    """The largest difference of class scores, on the batch and on a single image of it."""
+    try:
+        import onnxruntime  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        return None
+    session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+    worst = 0.0
+    for batch in (images, images[:1]):
+        expected = model(batch)
+        scores = torch.from_numpy(session.run(None, {"images": batch.numpy()})[0])
+        worst = max(worst, float((scores - expected).abs().max() / expected.abs().max()))
+    return worst

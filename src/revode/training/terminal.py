@@ -111,19 +111,15 @@ class Progress:
 
 
 def memory_in_use() -> str:
-    """Peak of the GPU's memory if one is used, else the memory of this process, in words."""
+    """Peak of the GPU's memory if one is used, else of the memory of this process, in words."""
     import torch
 
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return f"GPU peak {human_bytes(torch.cuda.max_memory_allocated())}"
     import resource
 
-    try:
-        import psutil
-    except ImportError:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        return f"process peak {human_bytes(peak)}"
-    return f"process {human_bytes(psutil.Process().memory_info().rss)}"
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return f"process peak {human_bytes(peak * (1 if sys.platform == 'darwin' else 1024))}"
 
 
 class Interrupted(RuntimeError):
