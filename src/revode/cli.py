@@ -8,7 +8,6 @@ import os
 import sys
 from typing import NoReturn
 
-from revode.commands import HelpFormatter
 from revode.files import nearest
 
 COMMANDS = {
@@ -59,7 +58,10 @@ def build_parser(command: str | None = None) -> tuple[Parser, dict[str, Parser]]
     subparsers: dict[str, Parser] = {}
     for name, text in COMMANDS.items():
         subparsers[name] = group.add_parser(
-            name, help=text, description=text[0].upper() + text[1:] + ".", formatter_class=HelpFormatter
+            name,
+            help=text,
+            description=text[0].upper() + text[1:] + ".",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
         )
     if command is not None:
         importlib.import_module(f"revode.commands.{command}").add_arguments(subparsers[command])

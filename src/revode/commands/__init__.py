@@ -6,10 +6,8 @@ serves, calls it and prints. Bad input is raised as ``ValueError`` by the room a
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import tempfile
-import textwrap
 from pathlib import Path
 
 _SIGNS = {
@@ -19,15 +17,6 @@ _SIGNS = {
     "export": ("onnx", "onnxscript"),
 }
 """Extra of the package -> modules that show whether it is installed."""
-
-
-class HelpFormatter(argparse.RawTextHelpFormatter):
-    """Help with the line breaks it was written with, and more where the terminal is narrower."""
-
-    def _split_lines(self, text: str, width: int) -> list[str]:
-        return [
-            piece for line in text.splitlines() for piece in textwrap.wrap(line, width, subsequent_indent="  ") or [""]
-        ]
 
 
 def require(*extras: str) -> None:

