@@ -141,6 +141,15 @@ def test_arrays_of_other_than_bytes_are_refused(tmp_path: Path, batch: Path, dty
         load("cifar10", tmp_path)
 
 
+@pytest.mark.parametrize("protocol", range(6))
+def test_an_array_stored_by_columns_is_the_same_array(tmp_path: Path, batch: Path, protocol: int) -> None:
+    images = load("cifar10", tmp_path).train.images
+    fields = pickle.loads(batch.read_bytes(), encoding="bytes")
+    fields[b"data"] = np.asfortranarray(fields[b"data"])
+    batch.write_bytes(pickle.dumps(fields, protocol))
+    assert torch.equal(load("cifar10", tmp_path).train.images, images)
+
+
 def test_attributes_set_by_one_pickle_do_not_reach_the_next(tmp_path: Path, batch: Path) -> None:
     honest = batch.read_bytes()
     # Puts the text "x" in place of the class's __setstate__.

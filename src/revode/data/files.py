@@ -134,8 +134,13 @@ def _records(batch: Any, label_keys: tuple[str, ...]) -> bytes:
 def _bytes_of(kept: Any) -> np.ndarray | None:
     """The array of uint8 that a `Kept` stands for; None if it does not stand for one."""
     try:
-        # Protocol 5 gives bytes, type and shape; those before it set the state of an empty array.
-        data, dtype, shape = (kept.state[i] for i in (4, 2, 1)) if kept.state else kept.given[:3]
-        return np.frombuffer(data, np.uint8).reshape(shape) if dtype.given[0] in ("u1", b"u1") else None
+        # Protocol 5 gives bytes, type, shape and order; those before it set the state of an empty array.
+        if kept.state:
+            _, shape, dtype, is_fortran, data = kept.state
+            order = "F" if is_fortran else "C"
+        else:
+            data, dtype, shape, order = kept.given[:4]
+        is_bytes = dtype.given[0] in ("u1", b"u1")
+        return np.frombuffer(data, np.uint8).reshape(shape, order=order) if is_bytes else None
     except (AttributeError, TypeError, ValueError, IndexError):
         return None
