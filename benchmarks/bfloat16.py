@@ -2,6 +2,8 @@
 
 python benchmarks/bfloat16.py                          # hamiltonian-74 with batch norm, batch 64
 python benchmarks/bfloat16.py --old ../before/src      # beside the code of another checkout
+python benchmarks/bfloat16.py --float32 --old ../before/src       # the same without autocast
+python benchmarks/bfloat16.py --profile                # where the time of the compiled exact step goes
 python benchmarks/bfloat16.py --first hamiltonian-74 hamiltonian-1202     # what the first step costs beyond a steady one
 """
 
@@ -18,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.profiler import ProfilerActivity, profile
 
 import revode
 from revode.bench.measure import clock, seconds_alone
@@ -28,6 +31,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "store": {"backprop": "store"},
     "store, compiled": {"backprop": "store", "compile": True},
 }
+
+PROFILED = {"conv": "convolutions", "CompiledFxGraph": "compiled passes", "ReversibleFunction": "the engine in Python"}
+"""What the names of operations hold, and what they then belong to."""
 
 
 @contextlib.contextmanager
@@ -58,7 +64,7 @@ def make_step(package: Any, args: argparse.Namespace, name: str, options: dict[s
     def step() -> None:
         for parameter in parameters:
             parameter.grad = None
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=not args.float32):
             loss = F.cross_entropy(net(images), labels)
         loss.backward()
 
@@ -81,7 +87,8 @@ def compare(args: argparse.Namespace) -> None:
             times[way].append(clock(steps[way]))
     bare = {way: seconds_alone(steps[way], args.rounds) for way in ("exact", "store")}
     medians = {way: statistics.median(found) for way, found in times.items()}
-    print(f"{args.name}, norm {args.norm}, bfloat16, batch {args.batch}, {torch.get_num_threads()} threads")
+    dtype = "float32" if args.float32 else "bfloat16"
+    print(f"{args.name}, norm {args.norm}, {dtype}, batch {args.batch}, {torch.get_num_threads()} threads")
     for way, median in medians.items():
         low, _, high = statistics.quantiles(times[way], n=4)
         share = bare["store" if way.startswith("store") else "exact"] / median
@@ -101,6 +108,22 @@ def first_steps(args: argparse.Namespace) -> None:
         print(f"{name}: first step {first:.1f} s, a steady one {steady:.2f} s: {first - steady:.1f} s more", flush=True)
 
 
+def profile_step(args: argparse.Namespace, repeats: int = 5) -> None:
+    """Shares of the processor's time: what operations are called themselves, without those that they call."""
+    step = make_step(revode, args, args.name, WAYS["exact, compiled"])
+    step()
+    step()
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        for _ in range(repeats):
+            step()
+    shares = {"convolutions": 0.0, "compiled passes": 0.0, "the engine in Python": 0.0, "other operations": 0.0}
+    for event in found.key_averages():
+        kind = next((kind for word, kind in PROFILED.items() if word in event.key), "other operations")
+        shares[kind] += event.self_cpu_time_total / repeats / 1e3
+    for kind, milliseconds in shares.items():
+        print(f"{kind:<21} {milliseconds:6.0f} ms  {milliseconds / sum(shares.values()):4.0%}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--name", default="hamiltonian-74")
@@ -110,11 +133,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--old", help="the src folder of another checkout")
+    parser.add_argument("--float32", action="store_true", help="no autocast")
+    parser.add_argument("--profile", action="store_true", help="only where the time of a step goes")
     parser.add_argument("--first", nargs="+", help="networks whose first step to time")
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
-    first_steps(args) if args.first else compare(args)
+    if args.profile:
+        profile_step(args)
+    elif args.first:
+        first_steps(args)
+    else:
+        compare(args)
 
 
 if __name__ == "__main__":
