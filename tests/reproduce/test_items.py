@@ -8,8 +8,8 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from revode.cli import main
-from revode.reproduce import BUDGETS, ITEMS, find_item, paper, subsets
-from revode.reproduce.item import Budget
+from revode.reproduce import BUDGETS, ITEMS, paper, subsets
+from revode.reproduce.item import Budget, find_item
 from revode.reproduce.task import Setup, TrainingRun
 
 IN_TABLE = {

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from revode.commands import check_folder, require, use_threads
-from revode.reproduce import BUDGETS, ITEMS, find_item
+from revode.reproduce import BUDGETS, ITEMS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Complete the item's tasks; 0 when all are done, 3 if one failed, 130 or 143 when a signal stopped it."""
     require("train", "analyze")
-    from revode.reproduce.item import reproduce
+    from revode.reproduce.item import find_item, reproduce
     from revode.reproduce.task import Setup, TrainingRun, listing
     from revode.training.terminal import Interrupted
 

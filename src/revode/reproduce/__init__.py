@@ -14,16 +14,6 @@ with the paper's numbers beside ours, a figure and the numbers as JSON.
 This file lists the items by name. It needs no torch, so that ``revode reproduce --help`` is quick.
 """
 
-from __future__ import annotations
-
-import importlib
-from typing import TYPE_CHECKING
-
-from revode.files import unknown
-
-if TYPE_CHECKING:
-    from revode.reproduce.item import Item
-
 ITEMS = {
     "table-1": ("accuracy", "all networks on CIFAR-10 and CIFAR-100"),
     "table-2": ("accuracy", "96x96 networks on STL-10"),
@@ -42,11 +32,3 @@ BUDGETS = {
     "cpu": "what two cores can do in minutes to hours; not the paper's schedule",
     "paper": "the paper's own schedule",
 }
-
-
-def find_item(name: str) -> Item:
-    """The item called `name`; an unknown name lists the choices and the nearest one."""
-    if name not in ITEMS:
-        raise unknown("item", name, ITEMS)
-    module = importlib.import_module(f"revode.reproduce.{ITEMS[name][0]}")
-    return next(item for item in module.ITEMS if item.name == name)

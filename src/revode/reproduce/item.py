@@ -6,6 +6,7 @@ Markdown and HTML are for people, JSON for programs, SVG for both; each says how
 from __future__ import annotations
 
 import datetime
+import importlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,7 @@ from revode.charts import standalone
 from revode.data.catalogue import LAYOUTS, data_root
 from revode.files import human_time, locked, processor, unknown, write_atomically, write_json
 from revode.page import Page
+from revode.reproduce import ITEMS
 from revode.reproduce.task import Setup, Task, TaskFailed, TrainingRun
 from revode.training.diagnosis import Diverged
 from revode.training.run import read_metrics
@@ -113,6 +115,14 @@ class Item:
             tasks += task.for_seeds(range(setup.num_seeds or budget.seeds))
         images = next((f"{task.num_images:,}" for task in tasks if isinstance(task, TrainingRun)), "")
         return replace(budget, note=budget.note.format(images=images), tasks=tasks)
+
+
+def find_item(name: str) -> Item:
+    """The item called `name`; an unknown name lists the choices and the nearest one."""
+    if name not in ITEMS:
+        raise unknown("item", name, ITEMS)
+    module = importlib.import_module(f"revode.reproduce.{ITEMS[name][0]}")
+    return next(item for item in module.ITEMS if item.name == name)
 
 
 def percent(value: float | None) -> str:

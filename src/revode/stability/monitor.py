@@ -13,7 +13,7 @@ from revode.stability.lyapunov import lyapunov_exponents
 from revode.stability.propagation import signal_propagation
 from revode.stability.reversibility import unit_reconstruction_errors
 from revode.stability.spectra import unit_spectra
-from revode.stability.walk import reversible_units, unwrapped
+from revode.stability.walk import unwrapped
 
 
 def _step_usage(model: nn.Module, images: Tensor) -> float | None:
@@ -67,7 +67,6 @@ class StabilityMonitor:
         if step % self.every:
             return {}
         model = unwrapped(model)
-        reversible_units(model)
         if any(not bool(torch.isfinite(p).all()) for p in model.parameters()):
             return {}
         images = self._images(model)
