@@ -156,7 +156,7 @@ def collect(job: Job, position: Position, plan: dict[str, Any], metrics_offset: 
     return {
         "step": position.step,
         "level": job.level,
-        "config": job.config.to_dict(),
+        "config": asdict(job.config),
         "model": weights(job.model),
         "momenta": momenta,
         "average": average,
