@@ -111,7 +111,7 @@ class Position:
         best_step: Where that was.
         seconds: Since its start, over all its processes' lives.
         seconds_scoring: Of these, not spent on updates.
-        loss_sum, num_correct, num_images: This process's sums since the last line of metrics; the first two as last read.
+        loss_sum, num_correct, num_images: This process's sums since the last line of metrics; the first two as last saved.
     """
 
     step: int = 0

@@ -245,9 +245,9 @@ class Training:
     def _log(self) -> None:
         """Write the means since the last line."""
         self._require_finite()
-        self._read_sums()
         position, norm = self.position, float(whole(self.norm))
-        sums = torch.tensor([position.loss_sum, position.num_correct, position.num_images], dtype=torch.float64)
+        seen = [float(self.loss_sum), int(self.num_correct), position.num_images]
+        sums = torch.tensor(seen, dtype=torch.float64)
         loss, correct, images = self.job.group.sum(sums).tolist()
         self.loss_sum.zero_()
         self.num_correct.zero_()
@@ -261,9 +261,6 @@ class Training:
             lr=self.job.learning_rate(position.step - 1),
             gradient_norm=norm if math.isfinite(norm) else None,
         )
-
-    def _read_sums(self) -> None:
-        self.position.loss_sum, self.position.num_correct = float(self.loss_sum), int(self.num_correct)
 
     def _enter_level(self) -> None:
         """Go on with a deeper network or larger images, and record what is left of the accuracy."""
@@ -368,7 +365,7 @@ class Training:
         """Write a checkpoint, unless something went wrong on the way; the one before it stays as ``previous.ckpt``."""
         check()
         self._require_finite()
-        self._read_sums()
+        self.position.loss_sum, self.position.num_correct = float(self.loss_sum), int(self.num_correct)
         offset = self.metrics.sync() if self.metrics is not None else 0
         state = checkpoint.collect(self.job, self.position, self.plan, offset)
         if self.job.group.leads:

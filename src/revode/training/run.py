@@ -129,16 +129,6 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     return read_json_lines(folder / METRICS)
 
 
-def existing_run(folder: str | os.PathLike[str]) -> Path:
-    """`folder` as a path, if a run lies in it."""
-    path = Path(folder)
-    if not (path / CONFIG).is_file():
-        raise ValueError(
-            f"{path} holds no training run (no {CONFIG}); give a directory that `revode train --out` wrote"
-        )
-    return path
-
-
 @dataclass(frozen=True)
 class Score:
     """What a network does on a split.
@@ -220,7 +210,11 @@ class Run:
 
 def load_run(folder: str | Path, device: str = "cpu") -> Run:
     """Read a run: its kept weights if it is finished, else those of its newest checkpoint (averaged, if it averages)."""
-    path = existing_run(folder)
+    path = Path(folder)
+    if not (path / CONFIG).is_file():
+        raise ValueError(
+            f"{path} holds no training run (no {CONFIG}); give a directory that `revode train --out` wrote"
+        )
     config = from_leaves(read_yaml(str(path / CONFIG)))
     where = choose_device(device)
     result = read_json(path / RESULT) or {}
