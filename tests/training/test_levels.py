@@ -12,7 +12,7 @@ from tiny_runs import assert_same_bits, command, read_rows, tiny
 import revode
 from revode import data
 from revode.training import Interrupted, configure, load_run, train
-from revode.training.config import Level, level_of, num_epochs, parse_levels
+from revode.training.config import Level, num_epochs, parse_levels
 from revode.training.distributed import Group, train_in_processes
 from revode.training.job import Job
 
@@ -45,7 +45,6 @@ def test_levels_are_read_and_counted():
     levels = parse_levels("38@16:8, 74@32:14")
     assert levels == (Level(38, 16, 8), Level(74, 32, 14))
     assert num_epochs(levels) == 22
-    assert [level_of(levels, epoch) for epoch in (0, 7, 8, 21, 99)] == [0, 0, 1, 1, 1]
     assert parse_levels("") == ()
 
 
@@ -156,6 +155,11 @@ def test_statistics_are_those_of_the_new_level():
     with torch.no_grad():
         mean = job.model.stem.conv(x).mean((0, 2, 3))
     assert torch.allclose(job.model.stem.norm.running_mean, mean, atol=1e-5)
+
+
+def test_an_update_belongs_to_a_level_and_those_behind_the_end_to_the_last():
+    job = Job(levelled(), Group(0, 1, torch.device("cpu")))
+    assert [job.level_at(step) for step in (0, 7, 8, 15, 16, 23, 99)] == [0, 0, 1, 1, 2, 2, 2]
 
 
 def test_the_rate_has_one_course_or_one_for_each_level():

@@ -13,7 +13,7 @@ from tiny_runs import FLAGS, command
 
 import revode
 from revode.files import locked
-from revode.training.run import MetricsLog, check_vacant, existing_run, read_metrics, remove_run, vacant_folder
+from revode.training.run import MetricsLog, check_vacant, load_run, read_metrics, remove_run, vacant_folder
 
 
 def test_two_processes_cannot_write_one_run(tmp_path):
@@ -99,7 +99,7 @@ def test_metrics_on_a_full_disk_are_one_sentence(tmp_path):
 
 def test_a_directory_without_a_run_is_refused(tmp_path):
     with pytest.raises(ValueError, match="holds no training run"):
-        existing_run(tmp_path)
+        load_run(tmp_path)
 
 
 @pytest.fixture
