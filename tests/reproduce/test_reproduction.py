@@ -14,9 +14,9 @@ import torch
 from revode.cli import main
 from revode.files import locked
 from revode.reproduce import find_item
+from revode.reproduce.accuracy import spread
 from revode.reproduce.depth import StepCost
-from revode.reproduce.item import Budget, Findings, Item, Table, spread
-from revode.reproduce.run import reproduce
+from revode.reproduce.item import Budget, Findings, Item, Table, reproduce
 from revode.reproduce.task import Setup, Task, TrainingRun
 from revode.training.distributed import Group
 from revode.training.job import Job

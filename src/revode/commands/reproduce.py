@@ -55,8 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Complete the item's tasks; 0 when all are done, 3 if one failed, 130 or 143 when a signal stopped it."""
     require("train", "analyze")
-    from revode.reproduce.run import listing, reproduce
-    from revode.reproduce.task import Setup, TrainingRun
+    from revode.reproduce.item import reproduce
+    from revode.reproduce.task import Setup, TrainingRun, listing
     from revode.training.terminal import Interrupted
 
     most = max(2, os.cpu_count() or 1)

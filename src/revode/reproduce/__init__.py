@@ -6,9 +6,9 @@ with the paper's numbers beside ours, a figure and the numbers as JSON.
 
 | module | holds |
 |---|---|
-| ``task``, ``item`` | what a task, a budget and an item are |
+| ``task`` | what a task is, and what it costs |
+| ``item`` | what a budget and an item are; completing tasks and writing what they found |
 | ``accuracy``, ``subsets``, ``depth``, ``stability`` | the items, by what they show |
-| ``run`` | completing tasks and writing what they found; saying before what that costs |
 | ``paper`` | the paper's own numbers |
 
 This file lists the items by name. It needs no torch, so that ``revode reproduce --help`` is quick.

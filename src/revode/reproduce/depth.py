@@ -11,7 +11,20 @@ from revode import charts, data
 from revode.files import human_bytes
 from revode.networks.zoo import model_config
 from revode.reproduce import paper
-from revode.reproduce.item import ABSENT, SMOKE, SMOKE_NOTE, Budget, Chart, Findings, Item, Outcome, Table, percent
+from revode.reproduce.item import (
+    ABSENT,
+    SMOKE,
+    SMOKE_NOTE,
+    Budget,
+    Chart,
+    Columns,
+    Findings,
+    Item,
+    Outcome,
+    Table,
+    percent,
+    table_of,
+)
 from revode.reproduce.task import Setup, Task, TaskFailed, TrainingRun, forward_flops
 
 METHODS = {"reversible": "revode", "checkpoint-sqrt": "checkpoint-sqrt", "checkpoint": "checkpoint", "store": "store"}
@@ -170,7 +183,7 @@ def show_memory(budget: Budget, outcomes: list[Outcome]) -> Findings:
 def _curves(outcomes: list[Outcome], column: str) -> Curves:
     """Family and strategy -> layers -> MB, of those that have it."""
     found: Curves = {}
-    for task, result in ((outcome.task, outcome.result) for outcome in outcomes):
+    for task, result, _ in outcomes:
         if result[column] is not None:
             name = f"{task.model.rpartition('-')[0]}, {task.strategy}"
             found.setdefault(name, {})[result["layers"]] = result[column] / 1e6
@@ -245,15 +258,19 @@ def show_depth_1202(budget: Budget, outcomes: list[Outcome]) -> Findings:
 
 
 def _costs(budget: Budget, costs: list[Outcome]) -> tuple[Table, Chart]:
-    header = ["network, strategy", "parameters", "layers", "batch", "kept for backward", "peak of a fresh process"]
-    rows = []
-    for task, result in ((outcome.task, outcome.result) for outcome in costs):
-        row = [f"{task.model}, {task.strategy}", f"{result['params']:,}", str(result["layers"]), str(task.batch_size)]
-        row.append(human_bytes(result["saved_bytes"]))
-        row.append(ABSENT if result["peak_bytes"] is None else human_bytes(result["peak_bytes"]))
-        row.append(f"{result['seconds_per_step']:.3g} s")
-        rows.append([*row, "fits into 10 GB" if task.strategy == "reversible" else ABSENT])
-    table = Table([*header, "time of a step", "paper"], rows, "What a step costs")
+    columns: Columns = {
+        "network, strategy": lambda o: f"{o.task.model}, {o.task.strategy}",
+        "parameters": lambda o: f"{o.result['params']:,}",
+        "layers": lambda o: str(o.result["layers"]),
+        "batch": lambda o: str(o.task.batch_size),
+        "kept for backward": lambda o: human_bytes(o.result["saved_bytes"]),
+        "peak of a fresh process": lambda o: (
+            ABSENT if o.result["peak_bytes"] is None else human_bytes(o.result["peak_bytes"])
+        ),
+        "time of a step": lambda o: f"{o.result['seconds_per_step']:.3g} s",
+        "paper": lambda o: "fits into 10 GB" if o.task.strategy == "reversible" else ABSENT,
+    }
+    table = table_of(costs, columns, "What a step costs")
     known = all(outcome.result["peak_bytes"] is not None for outcome in costs)
     which = "peak_bytes" if known else "saved_bytes"
     values = {f"{o.task.model}, {o.task.strategy}": o.result[which] / 1e6 for o in costs}
@@ -262,23 +279,24 @@ def _costs(budget: Budget, costs: list[Outcome]) -> tuple[Table, Chart]:
 
 
 def _training(budget: Budget, runs: list[Outcome]) -> tuple[Table, Chart]:
-    header = ["run", "steps", "training loss, first → last line", "peak activations"]
-    header += [f"test accuracy, ours ({budget.schedule})", f"paper ({paper.DEEP_SCHEDULE})"]
     series = {outcome.task.title: outcome.metrics("train", "loss") for outcome in runs}
-    rows = []
-    for task, result in ((outcome.task, outcome.result) for outcome in runs):
-        losses = series[task.title][1]
-        row = [task.title, f"{result['steps']:,}", f"{losses[0]:.3f} → {losses[-1]:.3f}"]
-        row += [human_bytes(result["peak_activation_bytes"]), percent(task.accuracy(result))]
-        rows.append([*row, percent(paper.CIFAR[DEEP]["cifar10"])])
+    ends = {title: f"{losses[0]:.3f} → {losses[-1]:.3f}" for title, (_, losses) in series.items()}
+    columns: Columns = {
+        "run": lambda o: o.task.title,
+        "steps": lambda o: f"{o.result['steps']:,}",
+        "training loss, first → last line": lambda o: ends[o.task.title],
+        "peak activations": lambda o: human_bytes(o.result["peak_activation_bytes"]),
+        f"test accuracy, ours ({budget.schedule})": lambda o: percent(o.task.accuracy(o.result)),
+        f"paper ({paper.DEEP_SCHEDULE})": lambda o: percent(paper.CIFAR[DEEP]["cifar10"]),
+    }
     markup = charts.lines(series, "step", "training loss")
-    return Table(header, rows, "Training"), Chart(markup, f"Training loss of {DEEP}. {budget.note}", "loss")
+    return table_of(runs, columns, "Training"), Chart(markup, f"Training loss of {DEEP}. {budget.note}", "loss")
 
 
 def _over_depth(budget: Budget, profiles: list[Outcome]) -> tuple[Table, Chart]:
     header = ["network", "norm of the state, smallest to largest", "norm of the gradient by the state", "paper"]
     rows = []
-    for task, result in ((outcome.task, outcome.result) for outcome in profiles):
+    for task, result, _ in profiles:
         for when in ("initial", "trained"):
             ranges = [_range(result[when][what]) for what in ("signal", "gradient")]
             rows.append([f"{task.title}, {when} weights", *ranges, "neither exploding nor vanishing"])

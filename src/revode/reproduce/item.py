@@ -1,16 +1,23 @@
-"""What an item of the paper is: rows of tasks under each budget, and a function that shows what they found."""
+"""What an item of the paper is, how its tasks are completed from where they stopped, and how what they found is written.
+
+Markdown and HTML are for people, JSON for programs, SVG for both; each says how it was made.
+"""
 
 from __future__ import annotations
 
-import statistics
+import datetime
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from revode.charts import standalone
 from revode.data.catalogue import LAYOUTS, data_root
-from revode.files import unknown
-from revode.reproduce.task import Setup, Task, TrainingRun
+from revode.files import human_time, locked, processor, unknown, write_atomically, write_json
+from revode.page import Page
+from revode.reproduce.task import Setup, Task, TaskFailed, TrainingRun
+from revode.training.diagnosis import Diverged
 from revode.training.run import read_metrics
 
 ABSENT = "–"
@@ -41,18 +48,7 @@ class Budget:
     seeds: int = 1
 
 
-def trainings(models: Iterable[str], shares: Iterable[float] = (1.0,), **row: Any) -> list[TrainingRun]:
-    """A training of every network on every share of the images, alike in all else."""
-    return [TrainingRun(model=model, fraction=share, **row) for share in shares for model in models]
-
-
-def smoke(models: Iterable[str], shares: Iterable[float] = (1.0,), seeds: int = 1, hold_out: int = 0) -> Budget:
-    """The smoke budget of an item that trains these networks."""
-    return Budget(SMOKE_NOTE, "smoke on digits", trainings(models, shares, hold_out=hold_out, **SMOKE), seeds)
-
-
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """A finished task with its result and its directory."""
 
     task: Any
@@ -65,17 +61,24 @@ class Outcome:
         return [line["step"] for line in lines], [line[quantity] for line in lines]
 
 
-@dataclass(frozen=True)
-class Table:
-    """A table for Markdown; cells are text."""
+class Table(NamedTuple):
+    """A table; cells are text."""
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
     caption: str = ""
 
 
-@dataclass(frozen=True)
-class Chart:
+Columns = Mapping[str, Callable[[Outcome], str]]
+"""Head of a column -> what stands in it."""
+
+
+def table_of(outcomes: Iterable[Outcome], columns: Columns, caption: str = "") -> Table:
+    """A table with a row for each outcome."""
+    return Table(list(columns), [[cell(outcome) for cell in columns.values()] for outcome in outcomes], caption)
+
+
+class Chart(NamedTuple):
     """A figure: SVG markup, and what one sees in it. `name` is part of its file's name, or empty for the only one."""
 
     markup: str
@@ -122,49 +125,168 @@ class Item:
         return replace(budget, note=budget.note.format(images=images), tasks=tasks)
 
 
-def spread(values: Iterable[float], unit: str = "%", signed: bool = False) -> str:
-    """Mean ± sample standard deviation and n, as ``64.12 ± 0.31 % (n = 3)``; a single value has no spread."""
-    numbers = list(values)
-    if not numbers:
-        return ABSENT
-    mean, deviation = mean_and_deviation(numbers)
-    text = f"{mean:+.2f}" if signed else f"{mean:.2f}"
-    if len(numbers) > 1:
-        text += f" ± {deviation:.2f}"
-    return f"{text} {unit} (n = {len(numbers)})"
-
-
-def mean_and_deviation(values: Iterable[float]) -> tuple[float, float]:
-    """For a figure; one value deviates by 0."""
-    numbers = list(values)
-    return statistics.fmean(numbers), statistics.stdev(numbers) if len(numbers) > 1 else 0.0
-
-
-def grouped(outcomes: Iterable[Outcome], key: Callable[[Any], Any]) -> dict[Any, dict[int, float]]:
-    """Key of the task -> seed -> accuracy in per cent, in the order of appearance."""
-    found: dict[Any, dict[int, float]] = {}
-    for outcome in outcomes:
-        found.setdefault(key(outcome.task), {})[outcome.task.seed] = outcome.task.accuracy(outcome.result)
-    return found
-
-
-def differences(first: dict[int, float], second: dict[int, float]) -> list[float]:
-    """First minus second, of equal seeds."""
-    return [first[seed] - second[seed] for seed in first if seed in second]
-
-
 def percent(value: float | None) -> str:
     """A number of the paper in per cent."""
     return ABSENT if value is None else f"{value:.2f} %"
 
 
-def hold_out_remark(outcomes: list[Outcome]) -> list[str]:
-    """How the images were chosen that stand in for the test split; nothing where there is one."""
-    num_images = outcomes[0].task.hold_out
-    if not num_images:
-        return []
-    return [
-        f"There is no test split here: accuracies are on {num_images:,} hold-out images of the training split, stratified by "
-        "class, drawn anew with each seed and equal for all networks. They are scored once, with the last weights, so nothing "
-        "is chosen on them. The paper's numbers are on the 8,000 test images."
-    ]
+class Reproduction(NamedTuple):
+    """What came of it: the files, and the tasks that found no result, each with a sentence."""
+
+    files: list[Path]
+    problems: dict[str, str]
+
+
+def reproduce(
+    item: Item, setup: Setup | None = None, out: Path | None = None, say: Callable[[str], None] = print
+) -> Reproduction:
+    """Complete every task of `item` and write its files.
+
+    A task that is finished is not done again; a training that was stopped goes on from its checkpoint. A training that
+    diverges and a measurement that fails are reported as such, and the others are done. When something stops the whole (a
+    signal, an error), what is finished by then is written before it goes on its way.
+
+    Args:
+        item: What to reproduce.
+        setup: Under which budget, with how many seeds; where the tasks' directories lie.
+        out: Where the files go; ``results/ITEM-BUDGET`` unless given.
+        say: Told what happens.
+
+    Raises:
+        Interrupted: A signal stopped a training, which is saved.
+        ValueError: Bad input; missing data; a directory that another process is using.
+    """
+    setup = setup or Setup()
+    plan, found = item.plan(setup), Reproduction([], {})
+    outcomes: list[Outcome] = []
+    say(f"{item.title}\n{plan.note}")
+    with locked(setup.home / f"{item.name}-{setup.budget}"):
+        try:
+            for number, task in enumerate(plan.tasks, 1):
+                known = setup.finished(task)
+                say(f"[{number}/{len(plan.tasks)}] {task.title}{': finished before' if known is not None else ''}")
+                try:
+                    result = task.execute(setup) if known is None else known
+                    outcomes.append(Outcome(task, result, setup.folder(task)))
+                except (Diverged, TaskFailed) as error:
+                    found.problems[task.title] = str(error)
+                    say(f"{error}\n{error.diagnosis}" if isinstance(error, Diverged) else str(error))
+        finally:
+            if outcomes:
+                folder = out or Path("results") / f"{item.name}-{setup.budget}"
+                found.files.extend(_write(item, plan, outcomes, found.problems, folder, setup))
+    return found
+
+
+def _write(
+    item: Item, plan: Budget, outcomes: list[Outcome], problems: dict[str, str], out: Path, setup: Setup
+) -> list[Path]:
+    """Write what the finished ones of the plan's tasks found; returns the files' paths."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"cannot write to {out} ({error.strerror}); give another --out") from error
+    findings, origin = item.show(plan, outcomes), _origin(item, plan, outcomes, setup)
+    finished = f"{origin['finished']} of {origin['of']} tasks are finished"
+    markdown, page = [f"# {item.title}", f"**{plan.note}**"], Page(item.title, finished)
+    page.text(plan.note)
+    if origin["finished"] < origin["of"]:
+        markdown.append(f"Incomplete: {finished}.")
+    for table in findings.tables:
+        markdown.append(_markdown_table(table))
+        page.table(*table)
+    figures = []
+    for chart in findings.charts:
+        figures.append(out / f"{item.name}{'-' if chart.name else ''}{chart.name}.svg")
+        write_atomically(figures[-1], standalone(chart.markup))
+        markdown.append(f"![{chart.caption}]({figures[-1].name})\n\n{chart.caption}")
+        page.figure(chart.markup, chart.caption, chart.caption)
+    for text in (*findings.remarks, *(f"{title}: {problem}" for title, problem in problems.items())):
+        markdown.append(text)
+        page.text(text)
+    facts = _facts(origin)
+    markdown += ["## How it was made", "\n".join(f"- {name}: {fact}" for name, fact in facts.items())]
+    page.heading("How it was made")
+    page.table(["what", "value"], [[name, fact.strip("`")] for name, fact in facts.items()])
+    for_people, for_programs = out / f"{item.name}.md", out / f"{item.name}.json"
+    write_atomically(for_people, "\n\n".join(markdown) + "\n")
+    tasks = [_entry(outcome) for outcome in outcomes]
+    write_json(for_programs, {**origin, "note": plan.note, **findings.numbers, "problems": problems, "tasks": tasks})
+    return [for_people, for_programs, page.write(out / f"{item.name}.html"), *figures]
+
+
+def _markdown_table(table: Table) -> str:
+    rows = [table.header, ["---"] * len(table.header), *table.rows]
+    text = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
+    return f"{table.caption}\n\n{text}" if table.caption else text
+
+
+_LEFT_OUT = ("confusion", "plan", "test_accuracy", "test_loss", "validation_accuracy")
+"""Entries of a training's result that belong to its own directory; its accuracy is given as its score."""
+
+
+def _entry(outcome: Outcome) -> dict[str, Any]:
+    """A task and its result, without what only its own directory needs."""
+    task, score = outcome.task, {}
+    if isinstance(task, TrainingRun):
+        accuracy = task.accuracy(outcome.result) / 100.0
+        score = {"score": {"split": task.split, "images": task.num_scored, "accuracy": accuracy}}
+    result = {name: value for name, value in outcome.result.items() if name not in _LEFT_OUT}
+    return {"title": task.title, "kind": type(task).__name__, "settings": task.identity(), "result": score | result}
+
+
+def _origin(item: Item, plan: Budget, outcomes: list[Outcome], setup: Setup) -> dict[str, Any]:
+    """What the numbers depend on: command, seeds, time, versions, hardware."""
+    trains = any(isinstance(task, TrainingRun) for task in plan.tasks)
+    # Where data lie is the reader's own, and what trains nothing needs no flags.
+    command = f"revode reproduce {item.name} --budget {setup.budget}"
+    if trains:
+        command += "" if setup.num_seeds is None else f" --seeds {setup.num_seeds}"
+        command += f" --processes {setup.processes}" if setup.processes > 1 else ""
+        command += f" --autocast {setup.autocast}" if setup.autocast != "none" else ""
+    results = [outcome.result for outcome in outcomes]
+    distinct = {
+        name: list({json.dumps(result[name], sort_keys=True): result[name] for result in results}.values())
+        for name in ("versions", "machine")
+    }
+    return {
+        "item": item.name,
+        "budget": setup.budget,
+        "command": command,
+        "processes": setup.processes,
+        "autocast": setup.autocast if trains else "none",
+        "finished": len(outcomes),
+        "of": len(plan.tasks),
+        "seeds": sorted({outcome.task.seed for outcome in outcomes if hasattr(outcome.task, "seed")}),
+        "seconds": round(sum(result["seconds"] for result in results), 1),
+        "versions": distinct["versions"],
+        "machines": distinct["machine"],
+        "processor": processor(),
+        "commits": sorted({str(result["commit"]) for result in results if result["commit"]}),
+        "written": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+    }
+
+
+def _facts(origin: dict[str, Any]) -> dict[str, str]:
+    """What a reader must know to repeat it."""
+    hardware = "; ".join(
+        f"{m['system']}, {m['cores']} cores, threads: {m['threads']}, {m.get('gpu', m['device'])}"
+        for m in origin["machines"]
+    )
+    software = "; ".join(", ".join(f"{name} {number}" for name, number in v.items()) for v in origin["versions"])
+    facts = {
+        "command": f"`{origin['command']}`",
+        "tasks": f"{origin['finished']} of {origin['of']} finished",
+        "seeds": ", ".join(map(str, origin["seeds"])) or "0",
+        "time": f"{human_time(origin['seconds'])} in all tasks",
+        "hardware": f"{origin['processor']}; {hardware}",
+        "versions": software,
+        "commit": ", ".join(origin["commits"]) or "not from a repository",
+        "written": origin["written"],
+    }
+    if origin["autocast"] != "none":
+        facts["precision"] = (
+            f"trainings with convolutions in {origin['autocast']} and states in float32; where a gradient is computed by "
+            "reversing, but for damped networks, states lie on the grid of `exact`, so that reversing adds no error to it"
+        )
+    return facts

@@ -9,7 +9,7 @@ import torch
 
 from revode import charts, data
 from revode.networks.families import FAMILIES
-from revode.reproduce.item import ABSENT, TINY, Budget, Chart, Findings, Item, Outcome, Table
+from revode.reproduce.item import ABSENT, TINY, Budget, Chart, Columns, Findings, Item, Outcome, table_of
 from revode.reproduce.task import Setup, Task, forward_flops
 
 
@@ -22,6 +22,11 @@ class StabilityAnalysis(Task):
     num_images: int = 16
     seed: int = 0
     options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The network, and which one where there are several."""
+        return self.model if self.seed == 0 else f"{self.model}, seed {self.seed}"
 
     @property
     def title(self) -> str:
@@ -50,7 +55,7 @@ class StabilityAnalysis(Task):
         return {
             **{name: numbers[name] for name in wanted},
             "family": model.config.family,
-            "reconstruction_error": max(max(profile) for profile in found.profiles),
+            "reconstruction_error": found.reconstruction_error,
             "eigenvalues": [values.real.tolist(), values.imag.tolist()],
             "growth_over_depth": [depths, growth[:, 0].tolist()],
         }
@@ -75,45 +80,43 @@ BUDGETS = {
         for name, models in NETWORKS.items()
     },
 }
-HEADER = (
-    "network", "layers", "paper's theory", "largest Re λ", "max abs Re λ / max abs λ", "h in use, of its bound",
-    "growth of perturbations", "growth of the signal", "growth of the gradient", "reconstruction error, float32",
-)  # fmt: skip
+COLUMNS: Columns = {
+    "network": lambda o: o.task.name,
+    "layers": lambda o: str(o.result["layers"]),
+    "paper's theory": lambda o: FAMILIES[o.result["family"]].theory,
+    "largest Re λ": lambda o: _number(o.result["max_real_part"], ".2g"),
+    "max abs Re λ / max abs λ": lambda o: _number(o.result["axis_distance"], ".1e"),
+    "h in use, of its bound": lambda o: _number(o.result["step_usage"], ".0%"),
+    "growth of perturbations": lambda o: _number(o.result["perturbation_growth"], ".3g"),
+    "growth of the signal": lambda o: _number(o.result["signal_growth"], ".3g"),
+    "growth of the gradient": lambda o: _number(o.result["gradient_growth"], ".3g"),
+    "reconstruction error, float32": lambda o: _number(o.result["reconstruction_error"], ".1e"),
+}
+
+
+def _number(value: float | None, form: str) -> str:
+    return ABSENT if value is None else format(value, form)
 
 
 def show(budget: Budget, outcomes: list[Outcome]) -> Findings:
     """The claims beside what is measured; eigenvalues, growth, and the map of the linear RevNet."""
-    rows, clouds, curves = [], {}, {}
-    for task, result in ((outcome.task, outcome.result) for outcome in outcomes):
-        usage = ABSENT if result["step_usage"] is None else f"{result['step_usage']:.0%}"
-        name = task.model if task.seed == 0 else f"{task.model}, seed {task.seed}"
-        row = [name, str(result["layers"]), FAMILIES[result["family"]].theory]
-        row += [f"{result['max_real_part']:.2g}", f"{result['axis_distance']:.1e}", usage]
-        growths = ("perturbation_growth", "signal_growth", "gradient_growth")
-        row += [ABSENT if result[key] is None else f"{result[key]:.3g}" for key in growths]
-        rows.append([*row, f"{result['reconstruction_error']:.1e}"])
-        clouds[name], curves[name] = tuple(result["eigenvalues"]), tuple(result["growth_over_depth"])
+    from revode.stability.figures import linear_revnet_map
+
+    clouds = {task.name: tuple(result["eigenvalues"]) for task, result, _ in outcomes}
+    curves = {task.name: tuple(result["growth_over_depth"]) for task, result, _ in outcomes}
     found = [
         Chart(charts.eigenvalues(clouds), "Eigenvalues of the frozen ODE on a patch of the state, all units.", "spectra"),
         Chart(charts.lines(curves, "depth, blocks", "growth of a perturbation, factor", log_y=True),
               "Growth of the fastest-growing perturbation inside the units, over depth.", "growth"),
-        _linear_revnet(),
+        Chart(linear_revnet_map(),
+              "Growth of a linear RevNet, F(z) = βz and G(y) = αy, in a block: it is stable only between the white lines.",
+              "linear-revnet"),
     ]  # fmt: skip
     remark = (
         "The paper's argument freezes the coefficients: imaginary eigenvalues at one depth do not bound the growth over many. "
         "The growth of perturbations is measured along the whole network."
     )
-    return Findings([Table(HEADER, rows)], found, [remark])
-
-
-def _linear_revnet() -> Chart:
-    """The paper's example of a RevNet that is not stable, over both its factors."""
-    from revode.stability import linear_revnet
-    from revode.stability.figures import linear_revnet_map
-
-    ticks = torch.linspace(-3.0, 3.0, 49)
-    text = "Growth of a linear RevNet, F(z) = βz and G(y) = αy, in a block: it is stable only between the white lines."
-    return Chart(linear_revnet_map(linear_revnet(ticks, ticks, num_steps=8)), text, "linear-revnet")
+    return Findings([table_of(outcomes, COLUMNS)], found, [remark])
 
 
 ITEMS = (Item("stability", "Stability: theory and measurement", BUDGETS, show),)

@@ -8,7 +8,17 @@ from typing import Any
 
 from revode import charts
 from revode.reproduce import paper
-from revode.reproduce.accuracy import HOLD_OUT, SMOKE_HOLD_OUT, STL_SHORT
+from revode.reproduce.accuracy import (
+    HOLD_OUT,
+    SMOKE_HOLD_OUT,
+    STL_SHORT,
+    grouped,
+    hold_out_remark,
+    mean_and_deviation,
+    smoke,
+    spread,
+    trainings,
+)
 from revode.reproduce.item import (
     ABSENT,
     SHORT,
@@ -21,13 +31,6 @@ from revode.reproduce.item import (
     Item,
     Outcome,
     Table,
-    differences,
-    grouped,
-    hold_out_remark,
-    mean_and_deviation,
-    smoke,
-    spread,
-    trainings,
 )
 from revode.reproduce.task import TrainingRun
 
@@ -79,6 +82,11 @@ STL_SUBSET = {
         ),
     ),
 }
+
+
+def differences(first: dict[int, float], second: dict[int, float]) -> list[float]:
+    """First minus second, of equal seeds."""
+    return [first[seed] - second[seed] for seed in first if seed in second]
 
 
 def show_subset(budget: Budget, outcomes: list[Outcome]) -> Findings:

@@ -1,6 +1,7 @@
 """A task: one piece of work with a directory of its own, done once and found again by what it is.
 
-A measurement is short and starts anew when it was stopped; a `TrainingRun` goes on from its last checkpoint.
+A measurement is short and starts anew when it was stopped; a `TrainingRun` goes on from its last checkpoint. `listing` says
+before what tasks cost.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import hashlib
 import json
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +20,11 @@ import torch
 
 from revode import data
 from revode.engine.grid import DEFAULT_BITS
-from revode.files import commit, locked, machine, read_json, versions, write_json
+from revode.files import commit, human_range, human_time, locked, machine, read_json, versions, write_json
 from revode.networks import create_model, describe, model_config
 from revode.training.config import Config, configure
 from revode.training.job import count_steps
+from revode.training.planning import fastest
 from revode.training.run import RESULT
 
 
@@ -75,6 +78,11 @@ class Task:
     def title(self) -> str:
         """The task in a few words."""
         raise NotImplementedError
+
+    @property
+    def size(self) -> str:
+        """How much it is, in words, where its title does not say it."""
+        return ""
 
     def flops(self) -> float:
         """Floating-point operations it takes, roughly."""
@@ -179,6 +187,10 @@ class TrainingRun(Task):
         return f"{self.name} on {self.dataset}{share}, seed {self.seed}"
 
     @property
+    def size(self) -> str:
+        return f"{self.num_images:,} images, {self.num_steps:,} steps of {self.batch_size}"
+
+    @property
     def norm(self) -> str:
         """What its blocks have between convolution and activation, in words."""
         return _NORMS[model_config(self.model, **self.options).norm]
@@ -264,3 +276,29 @@ class TrainingRun(Task):
             return train_in_processes(self.config(setup), setup.folder(self), setup.processes)
         except ProcessFailed as error:
             raise TaskFailed(str(error)) from error
+
+
+def measured_rate() -> float:
+    """Floating-point operations a second of a training step of a small network, here and now."""
+    with torch.random.fork_rng(devices=[]):
+        model = create_model("hamiltonian-26").to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        images = torch.randn(32, 3, 32, 32).contiguous(memory_format=torch.channels_last)
+        seconds = fastest(lambda: model(images).square().sum().backward(), images.device)
+    return 4 * 32 * describe(model).flops / seconds
+
+
+def listing(tasks: Sequence[Task], setup: Setup) -> list[str]:
+    """One line a task: its state, its FLOPs and its time; and the sum of what is left."""
+    rate = measured_rate()
+    lines, total = [], 0.0
+    for number, task in enumerate(tasks, 1):
+        flops = task.flops()
+        state = "done" if setup.finished(task) is not None else "started" if setup.folder(task).exists() else "to do"
+        total += 0.0 if state == "done" else flops
+        cost = f"{flops / 1e12:>10,.1f} TFLOP  {human_time(flops / rate):>8}"
+        lines.append(f"{number:>3}  {state:<8} {task.title:<58} {task.size:<44} {cost}")
+    lines.append(
+        f"left to do: {total / 1e12:,.1f} TFLOP, {human_range(total / rate)} at the {rate / 1e9:.0f} GFLOP/s that a "
+        "training step reaches on this CPU now (float32, one process)"
+    )
+    return lines

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 from revode import charts
+from revode.schemes import AdditiveCoupling
 from revode.stability.analysis import Analysis
-from revode.stability.reversibility import LinearRevNet
+from revode.stability.dynamics import amplification
 
 Curves = dict[str, charts.Points]
 
@@ -170,20 +171,20 @@ FIGURES = {
 
 
 @charts.chart(figsize=(5.4, 3.8))
-def linear_revnet_map(axes: Any, found: LinearRevNet) -> None:
-    """Growth in one block of the linear RevNet over (α, β), and the edge of its stable region."""
-    alpha, beta = found.alpha.numpy(), found.beta.numpy()
-    extent = (alpha[0], alpha[-1], beta[0], beta[-1])
-    growth = found.predicted.t().log2().numpy()
-    image = axes.imshow(growth, cmap="cividis", extent=extent, origin="lower", aspect="auto")
-    fine = torch.linspace(float(found.alpha.min()), float(found.alpha.max()), 401)
+def linear_revnet_map(axes: Any, reach: float = 3.0) -> None:
+    """Growth in one block of the linear RevNet over (α, β) up to `reach`, and the edge of its stable region."""
+    ticks = torch.linspace(-reach, reach, 49, dtype=torch.float64)
+    growth = amplification(AdditiveCoupling(), *torch.meshgrid(ticks, ticks, indexing="xy")).abs().amax(-1)
+    extent = (-reach, reach, -reach, reach)
+    image = axes.imshow(growth.log2().numpy(), cmap="cividis", extent=extent, origin="lower", aspect="auto")
+    fine = torch.linspace(-reach, reach, 401)
     for sign in (-1.0, 1.0):
-        side = fine[fine * sign > 4.0 / float(found.beta.abs().max())]
+        side = fine[fine * sign > 4.0 / reach]
         axes.plot(side, -4.0 / side, color="white", linewidth=1.6)
     axes.axvline(0.0, color="white", linewidth=1.6)
     axes.axhline(0.0, color="white", linewidth=1.6)
     axes.figure.colorbar(image, label="log₂ of the growth in a block")
     axes.set(xlabel="α, factor of G", ylabel="β, factor of F", xlim=extent[:2], ylim=extent[2:])
     axes.grid(visible=False)
-    for x, y in ((alpha[-1] * 0.45, beta[0] * 0.25), (alpha[0] * 0.45, beta[-1] * 0.25)):
+    for x, y in ((0.45 * reach, -0.25 * reach), (-0.45 * reach, 0.25 * reach)):
         axes.text(x, y, "stable", color="white", ha="center", va="center")
