@@ -259,5 +259,5 @@ def describe(
         raise ValueError(f"batch_size must be a positive integer, got {batch_size!r}")
     shape = model.config.image_shape(image_size)
     model.check_image(torch.empty(1, *shape, device="meta"))
-    parts = tuple(model.measure(shape))
+    parts = tuple(model.measure(shape, batch_size))
     return Description(config=model.config, image_shape=shape, batch_size=batch_size, parts=parts)
