@@ -209,7 +209,7 @@ def build(config: NetworkConfig) -> StagedClassifier:
 def assemble(config: NetworkConfig, kind: type[StagedClassifier]) -> StagedClassifier:
     """A network of this kind: stem, stages, head."""
     # The seed of smooth kernels is drawn before anything else, so that it does not depend on the depth.
-    seed = int(torch.randint(2**62, ())) if config.init == "smooth" else None
+    seed = int(torch.randint(2**62, (), device="cpu")) if config.init == "smooth" else None
     stages = (
         [] if config.row.scheme else _make_stages(config)
     )  # seeds draw a ResNet's stem after its units, others' before
