@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import revode
 from revode.engine.accounting import SavedTensors
-from revode.networks.cost import Bytes, PartCost, share
+from revode.networks.cost import PartCost, share
 from revode.networks.zoo import describe
 
 BATCH = 3
@@ -119,7 +119,7 @@ def test_too_small_a_budget_says_what_is_needed_and_that_much_is_enough():
 
 def test_the_budget_goes_where_a_byte_spares_most():
     def unit(flops: int) -> PartCost:
-        return PartCost("unit", 3, (1,), 0, flops, {"reversible": Bytes(0, 4)}, (Bytes(0, 10),) * 3)
+        return PartCost("unit", 3, (1,), 0, flops, {"reversible": 8}, (20, 20, 20))
 
     parts = [unit(100), unit(300), unit(200)]
     assert share(84, parts, 2) == [28, 28, 28]
