@@ -33,7 +33,7 @@ def test_a_signal_saves_and_prints_how_to_go_on(number, code, tmp_path):
     process = WarmProcess([*COMMAND, "train", *words], env=ENVIRONMENT, stdout=subprocess.PIPE)
     wait_for_metrics(tmp_path / "run", lambda: process.poll() is None)
     process.send_signal(number)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=240)
     assert process.returncode == code, err
     assert f"revode train --out {tmp_path / 'run'} --resume auto" in out
     assert (
@@ -57,7 +57,7 @@ def test_a_full_disk_ends_in_one_sentence_with_the_last_checkpoint_whole(tmp_pat
     )
     environment = {**ENVIRONMENT, "PYTHONPATH": HERE}
     words = [sys.executable, "-c", script, str(tmp_path / "run")]
-    done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=120)
+    done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=240)
     assert done.returncode == 2, done.stderr
     assert "File too large" in done.stderr
     assert "make room" in done.stderr
@@ -188,7 +188,7 @@ def test_a_signal_reaches_all_processes_and_the_run_goes_on(tmp_path, warm_proce
 
 def wait_for_metrics(folder: Path, going: Callable[[], bool]) -> None:
     """Until the run has written its first line, while it is `going`."""
-    metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 120
+    metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 240
     while going() and time.monotonic() < deadline:
         if metrics.exists() and metrics.stat().st_size:
             return
