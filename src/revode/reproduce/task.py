@@ -22,7 +22,7 @@ from revode import data
 from revode.engine.grid import DEFAULT_BITS
 from revode.files import commit, human_range, human_time, locked, machine, read_json, versions, write_json
 from revode.networks import create_model, describe, model_config
-from revode.training.config import Config, configure
+from revode.training.config import Config, configure, mean_cost, parse_levels
 from revode.training.job import count_steps
 from revode.training.planning import fastest
 from revode.training.run import RESULT
@@ -257,11 +257,12 @@ class TrainingRun(Task):
 
     def flops(self) -> float:
         """Backward counts two forward passes, computing states again counts one."""
-        units = 3 if model_config(self.model, **self.options).backprop == "store" else 4
-        every = self.config(Setup()).record.evaluate_every
+        config = self.config(Setup())
+        stored = "store" in (config.model.backprop, model_config(self.model, **self.options).backprop)
+        every, share = config.record.evaluate_every, mean_cost(parse_levels(config.optimization.levels))
         per_epoch, num_steps = self._count_steps()
         evaluations = max(1, num_steps // per_epoch // every) if every else 1
-        images = num_steps * self.batch_size * units + evaluations * self.num_scored
+        images = num_steps * self.batch_size * (3 if stored else 4) * share + evaluations * self.num_scored
         return images * forward_flops(self.model, self.dataset, self.options)
 
     def execute(self, setup: Setup) -> dict[str, Any]:

@@ -211,6 +211,14 @@ def num_epochs(levels: tuple[Level, ...]) -> int:
     return sum(level.epochs for level in levels)
 
 
+def mean_cost(levels: tuple[Level, ...]) -> float:
+    """What an epoch costs on average, in epochs of the last level: layers and areas of images count."""
+    if not levels:
+        return 1.0
+    costs = [level.epochs * level.layers * level.edge**2 for level in levels]
+    return sum(costs) / (num_epochs(levels) * levels[-1].layers * levels[-1].edge ** 2)
+
+
 def _check(values: dict[str, Any]) -> None:
     """Refuse values out of bounds, and those that do not go together."""
     for name, leaf in LEAVES.items():
