@@ -131,7 +131,8 @@ def test_nothing_is_kept_for_backward():
 
 
 def test_it_costs_little_of_a_training_step():
-    """At batch 10 a step is a tenth of the paper's batch 100, so 2 % of that is 20 % here."""
+    """At batch 10 a step is a tenth of the paper's batch 100, so 2 % of that is 20 % here. In seconds of the processor: a busy
+    machine is no fault."""
     model = revode.create_model("hamiltonian-74")
     x = torch.randn(10, 3, 32, 32)
 
@@ -139,9 +140,9 @@ def test_it_costs_little_of_a_training_step():
         call()
         times = []
         for _ in range(3):
-            start = time.perf_counter()
+            start = time.thread_time()
             call()
-            times.append(time.perf_counter() - start)
+            times.append(time.thread_time() - start)
         return min(times)
 
     step = seconds(lambda: model(x).sum().backward())
