@@ -37,7 +37,7 @@ def tiny_item(*runs: Task) -> Item:
 
 def plain_findings(budget, outcomes):
     return Findings(
-        [Table(["run", "accuracy"], [[o.task.title, f"{o.task.accuracy(o.result):.2f}"] for o in outcomes])], []
+        [Table([{"run": o.task.title, "accuracy": f"{o.task.accuracy(o.result):.2f}"} for o in outcomes])], []
     )
 
 

@@ -202,8 +202,11 @@ def show_table_1(budget: Budget, outcomes: list[Outcome]) -> Findings:
 def show_table_2(budget: Budget, outcomes: list[Outcome]) -> Findings:
     """The same, and the results that the paper compares with."""
     table, chart = _beside(budget, outcomes, paper.STL, paper.STL_SCHEDULE)
-    baselines = [[f"baseline: {name}", *[ABSENT] * 3, percent(value)] for name, value in paper.STL_BASELINES.items()]
-    return Findings([Table(table.header, [*table.rows, *baselines])], [chart], hold_out_remark(outcomes))
+    network, *_, theirs = table.rows[0]
+    for name, value in paper.STL_BASELINES.items():
+        row = dict.fromkeys(table.rows[0], ABSENT) | {network: f"baseline: {name}", theirs: percent(value)}
+        table.rows.append(row)
+    return Findings([table], [chart], hold_out_remark(outcomes))
 
 
 def _beside(budget: Budget, outcomes: list[Outcome], printed: paper.Accuracies, schedule: str) -> tuple[Table, Chart]:
@@ -217,18 +220,15 @@ def _beside(budget: Budget, outcomes: list[Outcome], printed: paper.Accuracies, 
     on_test = "" if split == "test" else " test"  # the paper's numbers always are; said where ours are not
     datasets = {o.task.dataset: o.task.dataset if o.task.dataset in NAMES else usual for o in outcomes}
     known = PAPER_PARAMETERS.keys() & networks
-    header = ["network", "in its blocks", "parameters", *(["paper's, M"] if known else [])]
-    for dataset, theirs in datasets.items():
-        header.append(f"{NAMES.get(dataset, dataset)} {split}, ours ({budget.schedule})")
-        header.append(f"{NAMES[theirs]}{on_test}, paper ({schedule})")
     rows = []
     for name, outcome in networks.items():
-        row = [name, outcome.task.norm, f"{outcome.result['params']:,}"]
+        row = {"network": name, "in its blocks": outcome.task.norm, "parameters": f"{outcome.result['params']:,}"}
         if known:
-            row.append(f"{PAPER_PARAMETERS[name][0]:.2f}" if name in known else ABSENT)
+            row["paper's, M"] = f"{PAPER_PARAMETERS[name][0]:.2f}" if name in known else ABSENT
         for dataset, theirs in datasets.items():
-            row.append(spread(found.get((name, dataset), {}).values()))
-            row.append(percent(printed.get(name, {}).get(theirs)))
+            ours = found.get((name, dataset), {}).values()
+            row[f"{NAMES.get(dataset, dataset)} {split}, ours ({budget.schedule})"] = spread(ours)
+            row[f"{NAMES[theirs]}{on_test}, paper ({schedule})"] = percent(printed.get(name, {}).get(theirs))
         rows.append(row)
     first, theirs = next(iter(datasets.items()))
     shown = NAMES.get(first, first)
@@ -244,7 +244,7 @@ def _beside(budget: Budget, outcomes: list[Outcome], printed: paper.Accuracies, 
     )
     caption = f"{split.capitalize()} accuracy on {shown}, ours ({budget.schedule})"
     caption += f"; marks: the paper's on {NAMES[theirs]}{on_test}."
-    return Table(header, rows), Chart(markup, caption)
+    return Table(rows), Chart(markup, caption)
 
 
 def show_quick_74(budget: Budget, outcomes: list[Outcome]) -> Findings:
@@ -252,10 +252,15 @@ def show_quick_74(budget: Budget, outcomes: list[Outcome]) -> Findings:
     task, result = outcomes[0].task, outcomes[0].result
     (accuracies,) = grouped(outcomes, lambda task: task.model).values()
     seconds = sum(outcome.result["seconds"] for outcome in outcomes) / len(outcomes)
-    header = ["network", "data", "recipe", "epochs", "time", "test accuracy, ours"]
-    header.append(f"paper, CIFAR-10 ({paper.CIFAR_SCHEDULE})")
-    row = [task.name, task.dataset, result["recipe"], f"{result['epochs']:g}", human_time(seconds)]
-    row += [spread(accuracies.values()), percent(paper.CIFAR[QUICK]["cifar10"])]
+    row = {
+        "network": task.name,
+        "data": task.dataset,
+        "recipe": result["recipe"],
+        "epochs": f"{result['epochs']:g}",
+        "time": human_time(seconds),
+        "test accuracy, ours": spread(accuracies.values()),
+        f"paper, CIFAR-10 ({paper.CIFAR_SCHEDULE})": percent(paper.CIFAR[QUICK]["cifar10"]),
+    }
     series = {}
     for outcome in outcomes:
         for kind, name in (("train", "train"), ("evaluation", "test")):
@@ -263,7 +268,7 @@ def show_quick_74(budget: Budget, outcomes: list[Outcome]) -> Findings:
             if steps:
                 series[f"{name}, seed {outcome.task.seed}"] = steps, [100 * fraction for fraction in fractions]
     caption = f"Accuracy over the course of training. {budget.note}"
-    return Findings([Table(header, [row])], [Chart(charts.lines(series, "step", "accuracy, %"), caption)])
+    return Findings([Table([row])], [Chart(charts.lines(series, "step", "accuracy, %"), caption)])
 
 
 ITEMS = (

@@ -11,20 +11,7 @@ from revode import charts, data
 from revode.files import human_bytes
 from revode.networks.zoo import model_config
 from revode.reproduce import paper
-from revode.reproduce.item import (
-    ABSENT,
-    SMOKE,
-    SMOKE_NOTE,
-    Budget,
-    Chart,
-    Columns,
-    Findings,
-    Item,
-    Outcome,
-    Table,
-    percent,
-    table_of,
-)
+from revode.reproduce.item import ABSENT, SMOKE, SMOKE_NOTE, Budget, Chart, Findings, Item, Outcome, Table, percent
 from revode.reproduce.task import Setup, Task, TaskFailed, TrainingRun, forward_flops
 
 METHODS = {"reversible": "revode", "checkpoint-sqrt": "checkpoint-sqrt", "checkpoint": "checkpoint", "store": "store"}
@@ -196,11 +183,12 @@ def _growth(values: dict[int, float]) -> float:
 
 
 def _table(caption: str, values: Curves, layers: list[int]) -> Table:
-    rows = [[f"{n:,}", *(_number(values[name].get(n)) for name in values)] for n in layers]
+    rows = [{"layers": f"{n:,}"} | {name: _number(row.get(n)) for name, row in values.items()} for n in layers]
     if len(layers) == max(map(len, values.values())):
-        rows.append(["deepest / shallowest", *(f"{_growth(values[name]):.3g}" for name in values)])
-    rows.append(["paper", *("constant" if "reversible" in name else ABSENT for name in values)])
-    return Table(["layers", *values], rows, caption)
+        growth = {name: f"{_growth(row):.3g}" for name, row in values.items()}
+        rows.append({"layers": "deepest / shallowest"} | growth)
+    rows.append({"layers": "paper"} | {name: "constant" if "reversible" in name else ABSENT for name in values})
+    return Table(rows, caption)
 
 
 def _number(value: float | None) -> str:
@@ -258,53 +246,62 @@ def show_depth_1202(budget: Budget, outcomes: list[Outcome]) -> Findings:
 
 
 def _costs(budget: Budget, costs: list[Outcome]) -> tuple[Table, Chart]:
-    columns: Columns = {
-        "network, strategy": lambda o: f"{o.task.model}, {o.task.strategy}",
-        "parameters": lambda o: f"{o.result['params']:,}",
-        "layers": lambda o: str(o.result["layers"]),
-        "batch": lambda o: str(o.task.batch_size),
-        "kept for backward": lambda o: human_bytes(o.result["saved_bytes"]),
-        "peak of a fresh process": lambda o: (
-            ABSENT if o.result["peak_bytes"] is None else human_bytes(o.result["peak_bytes"])
-        ),
-        "time of a step": lambda o: f"{o.result['seconds_per_step']:.3g} s",
-        "paper": lambda o: "fits into 10 GB" if o.task.strategy == "reversible" else ABSENT,
-    }
-    table = table_of(costs, columns, "What a step costs")
+    rows = [
+        {
+            "network, strategy": f"{task.model}, {task.strategy}",
+            "parameters": f"{result['params']:,}",
+            "layers": str(result["layers"]),
+            "batch": str(task.batch_size),
+            "kept for backward": human_bytes(result["saved_bytes"]),
+            "peak of a fresh process": ABSENT if result["peak_bytes"] is None else human_bytes(result["peak_bytes"]),
+            "time of a step": f"{result['seconds_per_step']:.3g} s",
+            "paper": "fits into 10 GB" if task.strategy == "reversible" else ABSENT,
+        }
+        for task, result, _ in costs
+    ]
     known = all(outcome.result["peak_bytes"] is not None for outcome in costs)
     which = "peak_bytes" if known else "saved_bytes"
     values = {f"{o.task.model}, {o.task.strategy}": o.result[which] / 1e6 for o in costs}
     label = "peak of a fresh process in a step, MB" if known else "kept for backward, MB"
-    return table, Chart(charts.bars(values, label), f"Memory of one training step: {label}.", "memory")
+    return Table(rows, "What a step costs"), Chart(
+        charts.bars(values, label), f"Memory of one training step: {label}.", "memory"
+    )
 
 
 def _training(budget: Budget, runs: list[Outcome]) -> tuple[Table, Chart]:
     series = {outcome.task.title: outcome.metrics("train", "loss") for outcome in runs}
     ends = {title: f"{losses[0]:.3f} → {losses[-1]:.3f}" for title, (_, losses) in series.items()}
-    columns: Columns = {
-        "run": lambda o: o.task.title,
-        "steps": lambda o: f"{o.result['steps']:,}",
-        "training loss, first → last line": lambda o: ends[o.task.title],
-        "peak activations": lambda o: human_bytes(o.result["peak_activation_bytes"]),
-        f"test accuracy, ours ({budget.schedule})": lambda o: percent(o.task.accuracy(o.result)),
-        f"paper ({paper.DEEP_SCHEDULE})": lambda o: percent(paper.CIFAR[DEEP]["cifar10"]),
-    }
+    rows = [
+        {
+            "run": task.title,
+            "steps": f"{result['steps']:,}",
+            "training loss, first → last line": ends[task.title],
+            "peak activations": human_bytes(result["peak_activation_bytes"]),
+            f"test accuracy, ours ({budget.schedule})": percent(task.accuracy(result)),
+            f"paper ({paper.DEEP_SCHEDULE})": percent(paper.CIFAR[DEEP]["cifar10"]),
+        }
+        for task, result, _ in runs
+    ]
     markup = charts.lines(series, "step", "training loss")
-    return table_of(runs, columns, "Training"), Chart(markup, f"Training loss of {DEEP}. {budget.note}", "loss")
+    return Table(rows, "Training"), Chart(markup, f"Training loss of {DEEP}. {budget.note}", "loss")
 
 
 def _over_depth(budget: Budget, profiles: list[Outcome]) -> tuple[Table, Chart]:
-    header = ["network", "norm of the state, smallest to largest", "norm of the gradient by the state", "paper"]
-    rows = []
-    for task, result, _ in profiles:
-        for when in ("initial", "trained"):
-            ranges = [_range(result[when][what]) for what in ("signal", "gradient")]
-            rows.append([f"{task.title}, {when} weights", *ranges, "neither exploding nor vanishing"])
+    rows = [
+        {
+            "network": f"{task.title}, {when} weights",
+            "norm of the state, smallest to largest": _range(result[when]["signal"]),
+            "norm of the gradient by the state": _range(result[when]["gradient"]),
+            "paper": "neither exploding nor vanishing",
+        }
+        for task, result, _ in profiles
+        for when in ("initial", "trained")
+    ]
     first = profiles[0].result
     series = {f"{when} weights": (first[when]["depth"], first[when]["gradient"]) for when in ("initial", "trained")}
     markup = charts.lines(series, "depth, blocks", "norm of the gradient by the state", log_y=True)
     caption = "Norm of the loss's gradient by the state at every depth, geometric mean over images."
-    return Table(header, rows, "After each of the blocks"), Chart(markup, caption, "gradient")
+    return Table(rows, "After each of the blocks"), Chart(markup, caption, "gradient")
 
 
 def _range(values: list[float]) -> str:

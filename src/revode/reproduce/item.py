@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -62,20 +62,10 @@ class Outcome(NamedTuple):
 
 
 class Table(NamedTuple):
-    """A table; cells are text."""
+    """A table, at least one row of it: head of the column -> text of the cell, alike in all rows."""
 
-    header: Sequence[str]
-    rows: Sequence[Sequence[str]]
+    rows: list[dict[str, str]]
     caption: str = ""
-
-
-Columns = Mapping[str, Callable[[Outcome], str]]
-"""Head of a column -> what stands in it."""
-
-
-def table_of(outcomes: Iterable[Outcome], columns: Columns, caption: str = "") -> Table:
-    """A table with a row for each outcome."""
-    return Table(list(columns), [[cell(outcome) for cell in columns.values()] for outcome in outcomes], caption)
 
 
 class Chart(NamedTuple):
@@ -193,8 +183,11 @@ def _write(
     if origin["finished"] < origin["of"]:
         markdown.append(f"Incomplete: {finished}.")
     for table in findings.tables:
-        markdown.append(_markdown_table(table))
-        page.table(*table)
+        header, rows = list(table.rows[0]), [list(row.values()) for row in table.rows]
+        lines = [[cell.replace("|", "\\|") for cell in row] for row in [header, ["---"] * len(header), *rows]]
+        markdown += [table.caption] if table.caption else []
+        markdown.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
+        page.table(header, rows, table.caption)
     figures = []
     for chart in findings.charts:
         figures.append(out / f"{item.name}{'-' if chart.name else ''}{chart.name}.svg")
@@ -213,12 +206,6 @@ def _write(
     tasks = [_entry(outcome) for outcome in outcomes]
     write_json(for_programs, {**origin, "note": plan.note, **findings.numbers, "problems": problems, "tasks": tasks})
     return [for_people, for_programs, page.write(out / f"{item.name}.html"), *figures]
-
-
-def _markdown_table(table: Table) -> str:
-    rows = [table.header, ["---"] * len(table.header), *table.rows]
-    text = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
-    return f"{table.caption}\n\n{text}" if table.caption else text
 
 
 _LEFT_OUT = ("confusion", "plan", "test_accuracy", "test_loss", "validation_accuracy")

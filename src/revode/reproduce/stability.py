@@ -9,7 +9,7 @@ import torch
 
 from revode import charts, data
 from revode.networks.families import FAMILIES
-from revode.reproduce.item import ABSENT, TINY, Budget, Chart, Columns, Findings, Item, Outcome, table_of
+from revode.reproduce.item import ABSENT, TINY, Budget, Chart, Findings, Item, Outcome, Table
 from revode.reproduce.task import Setup, Task, forward_flops
 
 
@@ -22,11 +22,6 @@ class StabilityAnalysis(Task):
     num_images: int = 16
     seed: int = 0
     options: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        """The network, and which one where there are several."""
-        return self.model if self.seed == 0 else f"{self.model}, seed {self.seed}"
 
     @property
     def title(self) -> str:
@@ -80,30 +75,30 @@ BUDGETS = {
         for name, models in NETWORKS.items()
     },
 }
-COLUMNS: Columns = {
-    "network": lambda o: o.task.name,
-    "layers": lambda o: str(o.result["layers"]),
-    "paper's theory": lambda o: FAMILIES[o.result["family"]].theory,
-    "largest Re λ": lambda o: _number(o.result["max_real_part"], ".2g"),
-    "max abs Re λ / max abs λ": lambda o: _number(o.result["axis_distance"], ".1e"),
-    "h in use, of its bound": lambda o: _number(o.result["step_usage"], ".0%"),
-    "growth of perturbations": lambda o: _number(o.result["perturbation_growth"], ".3g"),
-    "growth of the signal": lambda o: _number(o.result["signal_growth"], ".3g"),
-    "growth of the gradient": lambda o: _number(o.result["gradient_growth"], ".3g"),
-    "reconstruction error, float32": lambda o: _number(o.result["reconstruction_error"], ".1e"),
+COLUMNS = {
+    "largest Re λ": ("max_real_part", ".2g"),
+    "max abs Re λ / max abs λ": ("axis_distance", ".1e"),
+    "h in use, of its bound": ("step_usage", ".0%"),
+    "growth of perturbations": ("perturbation_growth", ".3g"),
+    "growth of the signal": ("signal_growth", ".3g"),
+    "growth of the gradient": ("gradient_growth", ".3g"),
+    "reconstruction error, float32": ("reconstruction_error", ".1e"),
 }
-
-
-def _number(value: float | None, form: str) -> str:
-    return ABSENT if value is None else format(value, form)
+"""Head of a column -> which number stands in it, and its format."""
 
 
 def show(budget: Budget, outcomes: list[Outcome]) -> Findings:
     """The claims beside what is measured; eigenvalues, growth, and the map of the linear RevNet."""
     from revode.stability.figures import linear_revnet_map
 
-    clouds = {task.name: tuple(result["eigenvalues"]) for task, result, _ in outcomes}
-    curves = {task.name: tuple(result["growth_over_depth"]) for task, result, _ in outcomes}
+    rows, clouds, curves = [], {}, {}
+    for task, result, _ in outcomes:
+        name = task.model if task.seed == 0 else f"{task.model}, seed {task.seed}"
+        row = {"network": name, "layers": str(result["layers"]), "paper's theory": FAMILIES[result["family"]].theory}
+        for head, (key, form) in COLUMNS.items():
+            row[head] = ABSENT if result[key] is None else format(result[key], form)
+        rows.append(row)
+        clouds[name], curves[name] = tuple(result["eigenvalues"]), tuple(result["growth_over_depth"])
     found = [
         Chart(charts.eigenvalues(clouds), "Eigenvalues of the frozen ODE on a patch of the state, all units.", "spectra"),
         Chart(charts.lines(curves, "depth, blocks", "growth of a perturbation, factor", log_y=True),
@@ -116,7 +111,7 @@ def show(budget: Budget, outcomes: list[Outcome]) -> Findings:
         "The paper's argument freezes the coefficients: imaginary eigenvalues at one depth do not bound the growth over many. "
         "The growth of perturbations is measured along the whole network."
     )
-    return Findings([table_of(outcomes, COLUMNS)], found, [remark])
+    return Findings([Table(rows)], found, [remark])
 
 
 ITEMS = (Item("stability", "Stability: theory and measurement", BUDGETS, show),)

@@ -97,15 +97,16 @@ def show_subset(budget: Budget, outcomes: list[Outcome]) -> Findings:
     ours, theirs = dict.fromkeys(task.model for task in budget.tasks if isinstance(task, TrainingRun))
     is_stl = ours in STL_NETWORKS
     claims = paper.SUBSET_GAINS["stl10" if is_stl else "cifar10"]
-    header = ["share", "images", "steps", f"{ours}, {split} ({schedule})", f"{theirs}, {split} ({schedule})"]
-    header += ["difference, points", "paper's claim, points"]
     rows, gains = [], {}
     for share, task in tasks.items():
         first, second = found.get((share, ours), {}), found.get((share, theirs), {})
         gains[f"{share:g}"] = differences(first, second)
-        cells = [f"{100 * share:g} %", f"{task.num_images:,}", f"{task.num_steps:,}"]
-        cells += [spread(first.values()), spread(second.values())]
-        rows.append([*cells, spread(gains[f"{share:g}"], "points", signed=True), claims.get(share, ABSENT)])
+        row = {"share": f"{100 * share:g} %", "images": f"{task.num_images:,}", "steps": f"{task.num_steps:,}"}
+        row[f"{ours}, {split} ({schedule})"] = spread(first.values())
+        row[f"{theirs}, {split} ({schedule})"] = spread(second.values())
+        row["difference, points"] = spread(gains[f"{share:g}"], "points", signed=True)
+        row["paper's claim, points"] = claims.get(share, ABSENT)
+        rows.append(row)
     series, errors = {}, {}
     for model in dict.fromkeys(model for _, model in found):
         points = sorted(
@@ -120,44 +121,43 @@ def show_subset(budget: Budget, outcomes: list[Outcome]) -> Findings:
     if is_stl:
         average = "On average over the shares, the paper reports 3.4 points for Hamiltonian."
         remarks += [*hold_out_remark(outcomes), average]
-    return Findings([Table(header, rows)], [Chart(markup, caption)], remarks, {"differences_in_points": gains})
+    return Findings([Table(rows)], [Chart(markup, caption)], remarks, {"differences_in_points": gains})
 
 
-CHOSEN: dict[tuple[str, str], dict[str, float]] = {
-    (HAMILTONIAN, "batch"): {"h": 1.0, "lr": 0.05},
-    (RESNET, "batch"): {"lr": 0.2},
-    (HAMILTONIAN, "none"): {"h": 0.1, "lr": 0.05},
-    (RESNET, "none"): {"lr": 0.05},
+CHOSEN: dict[str, tuple[str, dict[str, Any], float]] = {
+    "hamiltonian, batch norm": (HAMILTONIAN, {"norm": "batch", "h": 1.0}, 0.05),
+    "resnet, batch norm": (RESNET, {"norm": "batch"}, 0.2),
+    "hamiltonian, biases": (HAMILTONIAN, {"norm": "none", "h": 0.1}, 0.05),
+    "resnet, biases": (RESNET, {"norm": "none"}, 0.05),
 }
-"""Network and norm -> step size and peak of the rate. Trials on validation images chose those with batch norm, and have still
-to choose those with biases (docs/reproduction.md)."""
-WORDS = {"batch": "batch norm", "none": "biases"}
+"""Label -> network, its options and the peak of its rate. Trials on validation images chose h and rate of those with batch
+norm, and have still to choose those with biases (docs/reproduction.md)."""
 SHARE, STEPS, BATCH = 0.04, 3_000, 50
 CONFIDENCE = 0.95
 LAST = 0.1
 """Share of the steps over which the training loss is averaged, and its slope is taken."""
 
 
-def _label(model: str, norm: str) -> str:
-    return f"{model.removesuffix('-subset')}, {WORDS[norm]}"
-
-
 def _small_data(num_steps: int) -> list[TrainingRun]:
-    """The four networks on 4 % of CIFAR-10 for this many steps; on digits for none."""
-    rows = []
-    for (model, norm), chosen in CHOSEN.items():
-        options = {"norm": norm} | {name: value for name, value in chosen.items() if name == "h"}
-        settings = {"epochs": None, "max_steps": num_steps, "batch_size": BATCH, "lr": chosen["lr"]}
-        row: dict[str, Any] = {"dataset": "cifar10", "recipe": "quick", "fraction": SHARE, "options": options}
-        row["settings"] = settings | {"backprop": "store", "exact": 0} | SHORT
-        if not num_steps:
-            row = SMOKE | {"options": TINY | options, "fraction": 0.2}
-        rows.append(TrainingRun(model=model, label=_label(model, norm), **row))
-    return rows
+    """The four networks on 4 % of CIFAR-10 for this many steps."""
+    alike = {"epochs": None, "max_steps": num_steps, "batch_size": BATCH, "backprop": "store", "exact": 0, **SHORT}
+    row: dict[str, Any] = {"dataset": "cifar10", "recipe": "quick", "fraction": SHARE}
+    return [
+        TrainingRun(model=model, label=label, options=options, settings={**alike, "lr": rate}, **row)
+        for label, (model, options, rate) in CHOSEN.items()
+    ]
 
 
 SMALL_DATA = {
-    "smoke": Budget(SMOKE_NOTE, "smoke on digits", _small_data(0), seeds=2),
+    "smoke": Budget(
+        SMOKE_NOTE,
+        "smoke on digits",
+        [
+            TrainingRun(model=model, label=label, fraction=0.2, **{**SMOKE, "options": TINY | options})
+            for label, (model, options, _) in CHOSEN.items()
+        ],
+        seeds=2,
+    ),
     "cpu": Budget(
         f"CPU budget: {STEPS:,} steps of {BATCH} images by the recipe quick on {SHARE:.0%} of CIFAR-10, scored on all 10,000 "
         "test images; not the paper's schedule of 80,000 steps. h or the rate with batch norm was chosen on validation images.",
@@ -174,37 +174,41 @@ SMALL_DATA = {
 def show_small_data(budget: Budget, outcomes: list[Outcome]) -> Findings:
     """Accuracies, paired differences, and how the training loss ends."""
     found = grouped(outcomes, lambda task: task.name)
-    header = ["network", "h", "peak of the rate", f"test accuracy ({budget.schedule})"]
-    header += ["training loss at the end", "its slope, per 1,000 steps"]
     rows, series = [], {}
     for name, accuracies in found.items():
         own = [outcome for outcome in outcomes if outcome.task.name == name]
         curves = [outcome.metrics("train", "loss") for outcome in own]
         losses, slopes = zip(*(_end(*curve) for curve in curves), strict=True)
         settings = own[0].task.identity()
-        row = [name, f"{settings['options'].get('h', ABSENT)}", f"{settings.get('lr', 0.1):g}"]
-        row += [spread(accuracies.values()), f"{statistics.fmean(losses):.3f}", f"{statistics.fmean(slopes):+.3f}"]
+        row = {"network": name, "h": f"{settings['options'].get('h', ABSENT)}"}
+        row["peak of the rate"] = f"{settings.get('lr', 0.1):g}"
+        row[f"test accuracy ({budget.schedule})"] = spread(accuracies.values())
+        row["training loss at the end"] = f"{statistics.fmean(losses):.3f}"
+        row["its slope, per 1,000 steps"] = f"{statistics.fmean(slopes):+.3f}"
         rows.append(row)
         series[name] = curves[0]
     # Hamiltonian against ResNet, with each norm, and each with the other's.
-    labels = {model: [_label(model, norm) for norm in WORDS] for model in CIFAR_NETWORKS}
     gains = {
         f"{ours} minus {theirs}": differences(found[ours], found[theirs])
-        for ours in labels[HAMILTONIAN]
-        for theirs in labels[RESNET]
-        if ours in found and theirs in found
+        for ours in found
+        for theirs in found
+        if CHOSEN[ours][0] == HAMILTONIAN and CHOSEN[theirs][0] == RESNET
     }
-    compared = Table(
-        ["difference", "points", f"{CONFIDENCE:.0%} confidence interval", "paper's claim"],
-        [
-            [name, spread(values, "points", signed=True), _interval(values), paper.SUBSET_GAINS["cifar10"][SHARE]]
-            for name, values in gains.items()
-        ],
-        "Differences of runs with equal seeds, which see the same images:",
-    )
+    compared = [
+        {
+            "difference": name,
+            "points": spread(values, "points", signed=True),
+            f"{CONFIDENCE:.0%} confidence interval": _interval(values),
+            "paper's claim": paper.SUBSET_GAINS["cifar10"][SHARE],
+        }
+        for name, values in gains.items()
+    ]
+    tables = [Table(rows)]
+    if compared:
+        tables.append(Table(compared, "Differences of runs with equal seeds, which see the same images:"))
     markup = charts.lines(series, "step", "training loss")
     chart = Chart(markup, f"Training loss of seed {outcomes[0].task.seed} on augmented images ({budget.schedule}).")
-    return Findings([Table(header, rows), compared], [chart], [], {"differences_in_points": gains})
+    return Findings(tables, [chart], [], {"differences_in_points": gains})
 
 
 def _end(steps: list[int], losses: list[float]) -> tuple[float, float]:

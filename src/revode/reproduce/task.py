@@ -244,25 +244,19 @@ class TrainingRun(Task):
         """Images per update."""
         return self.config(Setup()).optimization.batch_size
 
-    def _count_steps(self) -> tuple[int, int]:
-        """Updates in an epoch, without the images that the recipe keeps to choose the weights on, and in all."""
-        config = self.config(Setup())
-        kept = 0 if self.hold_out else round(config.data.validation * self.num_images)
-        return count_steps(config.optimization, self.num_images - kept)
-
     @property
     def num_steps(self) -> int:
-        """Updates in all."""
-        return self._count_steps()[1]
+        """Updates in all; the images that the recipe keeps to choose the weights on are not trained on."""
+        config = self.config(Setup())
+        kept = 0 if self.hold_out else round(config.data.validation * self.num_images)
+        return count_steps(config.optimization, self.num_images - kept)[1]
 
     def flops(self) -> float:
-        """Backward counts two forward passes, computing states again counts one."""
+        """Backward counts two forward passes, computing states again counts one; scoring is left out."""
         config = self.config(Setup())
         stored = "store" in (config.model.backprop, model_config(self.model, **self.options).backprop)
-        every, share = config.record.evaluate_every, mean_cost(parse_levels(config.optimization.levels))
-        per_epoch, num_steps = self._count_steps()
-        evaluations = max(1, num_steps // per_epoch // every) if every else 1
-        images = num_steps * self.batch_size * (3 if stored else 4) * share + evaluations * self.num_scored
+        share = mean_cost(parse_levels(config.optimization.levels))
+        images = self.num_steps * self.batch_size * (3 if stored else 4) * share
         return images * forward_flops(self.model, self.dataset, self.options)
 
     def execute(self, setup: Setup) -> dict[str, Any]:
