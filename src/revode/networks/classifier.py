@@ -210,9 +210,8 @@ def assemble(config: NetworkConfig, kind: type[StagedClassifier]) -> StagedClass
     """A network of this kind: stem, stages, head."""
     # The seed of smooth kernels is drawn before anything else, so that it does not depend on the depth.
     seed = int(torch.randint(2**62, (), device="cpu")) if config.init == "smooth" else None
-    stages = (
-        [] if config.row.scheme else _make_stages(config)
-    )  # seeds draw a ResNet's stem after its units, others' before
+    # Seeds draw a ResNet's stem after its units, others' before.
+    stages = [] if config.row.scheme else _make_stages(config)
     stem = (blocks.PadStem if config.passage.carries_pair else blocks.ConvStem)(config.in_channels, config.channels[0])
     stages = stages or _make_stages(config)
     model = kind(config, stem, stages, config.passage.head(config.head_channels, config.num_classes))

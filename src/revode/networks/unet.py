@@ -31,7 +31,7 @@ from revode.engine.arrival import WIDTH as fingerprint_width
 from revode.engine.grid import Grid
 from revode.networks import blocks
 from revode.networks.blocks import Features
-from revode.networks.classifier import InvertibleClassifier, StagedClassifier, assemble, build
+from revode.networks.classifier import InvertibleClassifier, assemble, build
 from revode.networks.config import KINDS, NetworkConfig, not_among
 from revode.networks.cost import PartCost, measure_parts
 from revode.networks.families import FAMILIES, Family, Transition
@@ -246,10 +246,7 @@ class UNet(InvertibleClassifier):
         return parts
 
 
-@build.register
-def build_unet(config: UNetConfig) -> StagedClassifier:
-    """The U-Net that `config` describes, with fresh weights."""
-    return assemble(config, UNet)
+build.register(UNetConfig, partial(assemble, kind=UNet))
 
 
 def _transition(config: UNetConfig, unit: int) -> nn.Module:
