@@ -16,7 +16,7 @@ import torch
 from revode.bench.cases import Case
 from revode.bench.measure import Settings, interleave
 from revode.bench.methods import METHODS
-from revode.bench.workloads import DEPTHS, Workload, find
+from revode.bench.workloads import DEPTHS, WORKLOADS, Workload
 
 METHODS_TIMED = ("store", "revode")
 BUDGET = 180.0
@@ -49,5 +49,5 @@ def block_seconds(workloads: Sequence[Workload], settings: Settings) -> dict[str
 
 
 if __name__ == "__main__":
-    times = block_seconds(find(DEPTHS), Settings(threads=torch.get_num_threads()))
+    times = block_seconds([WORKLOADS[name] for name in DEPTHS], Settings(threads=torch.get_num_threads()))
     Path(sys.argv[1], "blocks.json").write_text(json.dumps(times, indent=1) + "\n")

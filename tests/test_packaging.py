@@ -76,7 +76,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, copy / name)
     build = f"import setuptools.build_meta as b; b.build_wheel({str(out)!r}); b.build_sdist({str(out)!r})"
-    done = subprocess.run([sys.executable, "-c", build], cwd=copy, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", build], cwd=copy, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     return out
 
@@ -139,7 +139,7 @@ class Environment:
             "--no-deps",
             "--no-index",
         ]
-        subprocess.run([*pip, str(wheel)], check=True, timeout=120)
+        subprocess.run([*pip, str(wheel)], check=True, timeout=240)
         site = next((home / "env" / "lib").glob("*/site-packages"))
         (site / "lent.pth").write_text(f"{lend(extra_packages(''), home / 'lent')}\n")
 

@@ -85,7 +85,7 @@ def test_gradient_in_place_equals_backward(name):
         torch.testing.assert_close(parameter.grad, expected[n], rtol=1e-10, atol=1e-12)
 
 
-def test_gradcheck_and_only_once():
+def test_gradient_is_the_slope_and_can_be_differentiated_again():
     fields = [SymmetricField(2, kernel_size=1) for _ in range(3)]
     sequence = ReversibleSequence(fields, Leapfrog(0.5)).double()
     kernels = [field.operator.weight for field in fields]
@@ -98,8 +98,9 @@ def test_gradcheck_and_only_once():
         kernels[1][0, 0] -= 2 * step
         down = smoothness(sequence)
     assert ((up - down) / (2 * step)).item() == pytest.approx(grads[1][0, 0].item(), rel=1e-6)
-    with pytest.raises(RuntimeError, match="differentiable once only"):
-        torch.autograd.grad(smoothness(sequence), kernels, create_graph=True)
+    first = torch.autograd.grad(smoothness(sequence), kernels, create_graph=True)
+    (second,) = torch.autograd.grad(first[1][0, 0].sum(), kernels[1])
+    assert second[0, 0].item() == pytest.approx(2 * 2 / 0.5)  # two neighbours, each with 2 / h
 
 
 def test_gradient_in_place_starts_from_nothing_and_skips_frozen_kernels():
@@ -130,7 +131,8 @@ def test_nothing_is_kept_for_backward():
 
 
 def test_it_costs_little_of_a_training_step():
-    """At batch 10 a step is a tenth of the paper's batch 100, so 2 % of that is 20 % here."""
+    """At batch 10 a step is a tenth of the paper's batch 100, so 2 % of that is 20 % here. In seconds of the processor: a busy
+    machine is no fault."""
     model = revode.create_model("hamiltonian-74")
     x = torch.randn(10, 3, 32, 32)
 
@@ -138,9 +140,9 @@ def test_it_costs_little_of_a_training_step():
         call()
         times = []
         for _ in range(3):
-            start = time.perf_counter()
+            start = time.thread_time()
             call()
-            times.append(time.perf_counter() - start)
+            times.append(time.thread_time() - start)
         return min(times)
 
     step = seconds(lambda: model(x).sum().backward())

@@ -247,9 +247,8 @@ def convert(
         raise ValueError(
             f"{scheme!r} halves the width of the blocks' input; convert takes a scheme that keeps it, as BDIA()"
         )
-    ReversibleSequence(
-        [Residual(block) for block in chosen], scheme, **options
-    )  # refuses what is wrong, before anything changes
+    # Refuses what is wrong, before anything changes.
+    ReversibleSequence([Residual(block) for block in chosen], scheme, **options)
     container._conversion = _Conversion(path, scheme, blocks, options)
     container.__class__ = _KINDS[type(container)]
     return model

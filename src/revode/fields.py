@@ -64,6 +64,8 @@ class SymmetricField(KnownField):
         ndim: spatial dimensions, 1 to 3; 0 for vectors in the last dimension.
     """
 
+    ends_in_convolution = True
+
     def __init__(
         self,
         channels: int,

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from revode.engine import ReversibleSequence
 
@@ -43,15 +44,16 @@ def kernel_chains(model: nn.Module) -> list[KernelChain]:
 
 
 def smoothness(model: nn.Module) -> Tensor:
-    """R_h of all units, differentiable once; keeps no tensors but the kernels themselves.
+    """R_h of all units, differentiable; keeps no tensors but the kernels themselves.
 
     Args:
         model: a network, a reversible sequence, or a module that contains some.
     """
-    chains = kernel_chains(model)
-    if not chains:
-        return _like_parameters(model)
-    return _Smoothness.apply(chains, *(kernel for chain in chains for kernel in chain.kernels))  # type: ignore[return-value]
+    value = _like_parameters(model)
+    for chain in kernel_chains(model):
+        for pair in itertools.pairwise(chain.kernels):
+            value = value + checkpoint(_distance, *pair, chain.h, use_reentrant=False, preserve_rng_state=False)
+    return value
 
 
 @torch.no_grad()
@@ -71,7 +73,8 @@ def smoothness_gradient_(model: nn.Module, weight: float) -> Tensor:
         for kernel in chain.kernels:
             if kernel.grad is None and kernel.requires_grad:
                 kernel.grad = torch.zeros_like(kernel)
-        for first, second, difference in _differences(chain.kernels):
+        for first, second in itertools.pairwise(chain.kernels):
+            difference = second - first
             value += _square(difference) / chain.h
             if first.grad is not None and first.requires_grad:
                 first.grad.sub_(difference, alpha=2.0 * weight / chain.h)
@@ -92,35 +95,6 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
-
-
-class _Smoothness(torch.autograd.Function):
-    """R_h of chains of kernels, which come one after the other as inputs."""
-
-    @staticmethod
-    def forward(ctx: Any, chains: list[KernelChain], *kernels: Tensor) -> Tensor:
-        ctx.save_for_backward(*kernels)
-        ctx.chains = [(len(chain.kernels), chain.h) for chain in chains]
-        value = kernels[0].new_zeros(())
-        for run, h in _cut(kernels, ctx.chains):
-            for _, _, difference in _differences(run):
-                value += _square(difference) / h
-        return value
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        if torch.is_grad_enabled():
-            raise RuntimeError("smoothness is differentiable once only: call backward without create_graph=True")
-        grads: list[Tensor] = []
-        for run, h in _cut(ctx.saved_tensors, ctx.chains):
-            scale = grad_outputs[0] * (2.0 / h)
-            own = [torch.zeros_like(kernel) for kernel in run]
-            for j, (_, _, difference) in enumerate(_differences(run)):
-                difference.mul_(scale)
-                own[j].sub_(difference)
-                own[j + 1].add_(difference)
-            grads.extend(own)
-        return None, *grads
 
 
 def _units(model: nn.Module) -> Iterator[tuple[Sequence[nn.Module], int, float]]:
@@ -155,16 +129,9 @@ def _runs_of_equal_shape(kernels: Iterable[nn.Parameter]) -> list[tuple[nn.Param
     return [tuple(run) for run in runs]
 
 
-def _cut(kernels: Sequence[Tensor], chains: list[tuple[int, float]]) -> Iterator[tuple[Sequence[Tensor], float]]:
-    start = 0
-    for length, h in chains:
-        yield kernels[start : start + length], h
-        start += length
-
-
-def _differences(kernels: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    for first, second in itertools.pairwise(kernels):
-        yield first, second, second.detach() - first.detach()
+def _distance(first: Tensor, second: Tensor, h: float) -> Tensor:
+    """h ‖(K_{j+1} - K_j) / h‖²."""
+    return _square(second - first) / h
 
 
 def _square(difference: Tensor) -> Tensor:

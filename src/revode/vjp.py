@@ -62,6 +62,8 @@ class KnownField(nn.Module, abc.ABC):
     operator: Any
     norm: Any
     activation: Callable[[Tensor], Tensor]
+    ends_in_convolution = False
+    """Whether F(q) comes out of a convolution, so that what is compiled together with it leaves its bits alone."""
 
     @abc.abstractmethod
     def value(self, q: Tensor, dtype: torch.dtype) -> Tensor:

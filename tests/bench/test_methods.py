@@ -89,7 +89,7 @@ def test_peers_run_only_their_schemes() -> None:
 def test_absent_peer_is_not_applicable(tiny_stage: Workload, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(methods, "library", lambda name: None)
     assert not any(METHODS[name].available for name in methods.PEERS)
-    names = [method.name for method in applicable(tiny_stage, methods.find(methods.DEFAULT))]
+    names = [method.name for method in applicable(tiny_stage, [METHODS[name] for name in methods.DEFAULT])]
     assert names == ["store", "checkpoint", "checkpoint-sqrt", "revode", "revode-exact"]
     assert methods.version("memcnn") == "absent"
 

@@ -5,29 +5,15 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from hypothesis import settings
 
 from revode.data.catalogue import LAYOUTS, DataFile, Layout
 
 IMAGES_PER_FILE = 20
-
-# A busy machine is no fault of the property.
-settings.register_profile("no-deadline", deadline=None)
-settings.load_profile("no-deadline")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def contents_of(name: str, file: DataFile) -> bytes:

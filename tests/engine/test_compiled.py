@@ -87,6 +87,7 @@ def check_training(sequence: ReversibleSequence, x: Tensor, tolerance: float) ->
     compiled = torch.compile(sequence, fullgraph=True)
     optimizer = torch.optim.SGD(sequence.parameters(), lr=0.05)
     losses = []
+    x = x.clone().requires_grad_()  # as above, or there would be another graph to compile
     for _ in range(8):
         loss = compiled(x).square().mean()
         optimizer.zero_grad()

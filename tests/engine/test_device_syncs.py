@@ -21,5 +21,5 @@ def test_no_step_of_any_strategy_makes_a_device_wait() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
     assert found.pop("control"), "a number read on the host was not counted"
-    assert len(found) > 150
+    assert len(found) > 90
     assert {case: waits for case, waits in found.items() if waits} == {}

@@ -82,10 +82,9 @@ class TestCompiled:
         assert compiler["stats"]["unique_graphs"] > 0
         assert_agree(ours, training_step(make(backprop="store"), x))
 
-    @pytest.mark.parametrize("kind", INNER)
+    @pytest.mark.parametrize("kind", [kind for kind, (_, training) in INNER.items() if training])
     def test_compiled_autograd_over_an_eager_forward(self, kind: str, compiler: Any) -> None:
-        inner, training = INNER[kind]
-        make = functools.partial(sequence_of, lambda: Around(inner()), training=training)
+        make = functools.partial(sequence_of, lambda: Around(INNER[kind][0]()), 3)
         x = double_input()
         records = []
         for sequence, compiled in ((make(), True), (make(backprop="store"), False)):

@@ -9,7 +9,6 @@ import contextlib
 import copy
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -219,12 +218,13 @@ CASES: dict[str, dict[str, Callable[[], Any]]] = {
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    results: dict[str, Any] = {}
-    for name, case in CASES[sys.argv[1]].items():
-        try:
-            results[name] = case()
-        except Exception as error:
-            results[name] = f"{type(error).__name__}: {error}"
+    results: dict[str, dict[str, Any]] = {kind: {} for kind in CASES}
+    for kind, cases in CASES.items():
+        for name, case in cases.items():
+            try:
+                results[kind][name] = case()
+            except Exception as error:
+                results[kind][name] = f"{type(error).__name__}: {error}"
     if dist.get_rank() == 0:
         print("RESULTS" + json.dumps(results), flush=True)
     dist.barrier()

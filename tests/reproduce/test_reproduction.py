@@ -207,7 +207,7 @@ def test_stl_test_split_is_looked_for_where_data_lie(tmp_path):
     assert "4 epochs of 5,000 images" in plan.note
 
 
-def test_trainings_in_processes_have_directories_and_a_command_of_their_own(tmp_path):
+def test_trainings_in_processes_have_directories_and_a_command_of_their_own(tmp_path, warm_processes):
     run, cost = tiny_run(), StepCost(model="hamiltonian-26", strategy="store", dataset="cifar10", batch_size=1)
     one, two = Setup(tmp_path), Setup(tmp_path, processes=2)
     assert one.folder(run) != two.folder(run)
@@ -245,13 +245,13 @@ def test_in_lower_precision_reversing_adds_no_error():
     assert damped.config(lower).model.exact == 0  # the grid has no place for it
 
 
-def test_a_process_that_fails_is_a_task_that_failed(tmp_path):
+def test_a_process_that_fails_is_a_task_that_failed(tmp_path, warm_processes):
     run = tiny_run(settings={**SETTINGS, "lr": 1e30, "schedule": "constant"})
     found = reproduce(tiny_item(run), Setup(tmp_path, processes=2), tmp_path / "out")
     assert "failed in one of 2 processes" in found.problems[run.title]
 
 
-def test_bad_input_of_a_process_stops_the_item(tmp_path):
+def test_bad_input_of_a_process_stops_the_item(tmp_path, warm_processes):
     run = tiny_run(settings={**SETTINGS, "batch_size": 1})  # two processes cannot share one image
     with pytest.raises(ValueError, match="was refused"):
         reproduce(tiny_item(run), Setup(tmp_path, processes=2), tmp_path / "out")

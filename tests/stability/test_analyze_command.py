@@ -222,7 +222,7 @@ def test_page_shows_in_a_browser(page, tmp_path):
         ],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
     assert done.stdout.count("<figure>") == 8
     assert "Refused to" not in done.stderr

@@ -11,6 +11,7 @@ import signal
 import sys
 from typing import Any
 
+import torch._dynamo  # noqa: F401 (an optimizer imports it at its first step: once here, not in every child)
 from tiny_runs import tiny
 
 from revode.training import train

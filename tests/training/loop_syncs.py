@@ -68,7 +68,9 @@ class Watched(Training):
 
 
 def start(folder: Path, **settings: Any) -> Watched:
-    job = on_device(Job(tiny(log_every=4, checkpoint_every=100, **settings), Group(0, 1, torch.device("cpu"))))
+    job = on_device(
+        Job(tiny(log_every=4, checkpoint_every=100, max_steps=8, **settings), Group(0, 1, torch.device("cpu")))
+    )
     folder.mkdir()
     metrics, progress = MetricsLog(folder / "metrics.jsonl"), Progress(job.num_steps, 32, silent=True)
     return Watched(job, folder, {}, Position(), metrics, progress, Interruption(), [])

@@ -357,10 +357,10 @@ def test_the_speed_of_a_run_is_that_of_its_updates(tmp_path, monkeypatch):
     from revode.training import loop
 
     def slowly(*args, **kwargs):
-        time.sleep(0.5)
+        time.sleep(0.2)
         return run.evaluate(*args, **kwargs)
 
     monkeypatch.setattr(loop, "evaluate", slowly)
     result = train(tiny(max_steps=16), tmp_path / "run")
-    assert result["seconds"] > 1.0
-    assert 16 * 32 / result["images_per_second"] <= result["seconds"] - 1.0
+    assert result["seconds"] > 0.4
+    assert 16 * 32 / result["images_per_second"] <= result["seconds"] - 0.4

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -161,16 +159,6 @@ def test_large_seeds_and_small_numbers_stay_what_they_are(tmp_path):
 def test_networks_for_stl_are_trained_on_stl():
     config = configure(model="hamiltonian-stl")
     assert (config.data.dataset, config.recipe) == ("stl10", "stl")
-
-
-def test_a_reader_who_goes_away_does_not_stop_a_training(tmp_path):
-    words = [sys.executable, "-m", "revode.cli", "train", *FLAGS, "--out", str(tmp_path / "run")]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    assert process.stdout is not None
-    process.stdout.readline()
-    process.stdout.close()
-    assert process.wait(timeout=120) == 0
-    assert (tmp_path / "run" / "result.json").exists()
 
 
 def be_stopped():

@@ -6,35 +6,34 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from tiny_runs import FLAGS, read_rows, tiny, without_batch_statistics
+from warm import COMMAND, WarmProcess
 
 from revode.files import locked, read_json
 from revode.training import train
 from revode.training.distributed import ProcessFailed, train_in_processes
 from revode.training.run import load_run, score_run
+from revode.training.terminal import Interrupted
 
 HERE = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
 
 
-def start(*words: str | Path, **options) -> subprocess.Popen:
-    command = [sys.executable, "-m", "revode.cli", *map(str, words)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": ENVIRONMENT}
-    return subprocess.Popen(command, **pipes, **options)
-
-
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_saves_and_prints_how_to_go_on(number, code, tmp_path):
     words = [word for word in FLAGS if "max-steps" not in word]
-    process = start("train", *words, "--max-steps=100000", "--evaluate-every=0", "--out", tmp_path / "run")
-    wait_for_metrics(process, tmp_path / "run")
+    words += ["--max-steps=100000", "--evaluate-every=0", "--out", tmp_path / "run"]
+    process = WarmProcess([*COMMAND, "train", *words], env=ENVIRONMENT, stdout=subprocess.PIPE)
+    wait_for_metrics(tmp_path / "run", lambda: process.poll() is None)
     process.send_signal(number)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=240)
     assert process.returncode == code, err
     assert f"revode train --out {tmp_path / 'run'} --resume auto" in out
     assert (
@@ -58,7 +57,7 @@ def test_a_full_disk_ends_in_one_sentence_with_the_last_checkpoint_whole(tmp_pat
     )
     environment = {**ENVIRONMENT, "PYTHONPATH": HERE}
     words = [sys.executable, "-c", script, str(tmp_path / "run")]
-    done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=120)
+    done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=240)
     assert done.returncode == 2, done.stderr
     assert "File too large" in done.stderr
     assert "make room" in done.stderr
@@ -117,79 +116,80 @@ def test_two_processes_stop_together_and_resume(parallel, tmp_path, monkeypatch)
     assert losses(tmp_path / "whole") == pytest.approx(losses(tmp_path / "one"), abs=1e-5)
 
 
-def test_a_function_trains_in_processes_and_finds_the_run_again(tmp_path, capfd):
+def test_a_function_trains_in_processes_and_finds_the_run_again(tmp_path, capfd, request):
     config = tiny(evaluate_every=0)
     result = train_in_processes(config, tmp_path / "run", 2)
     assert result == read_json(tmp_path / "run" / "result.json")
     assert result["steps"] == config.optimization.max_steps
     assert "12" in capfd.readouterr().out
+    request.getfixturevalue("warm_processes")
     assert train_in_processes(config, tmp_path / "run", 2) == result
     assert "nothing is left to do" in capfd.readouterr().out
 
 
-def test_a_process_that_fails_ends_the_others(tmp_path, capfd):
+def test_a_process_that_fails_ends_the_others(tmp_path, capfd, warm_processes):
     config = tiny(lr=1e30, schedule="constant", evaluate_every=0)
     with pytest.raises(ProcessFailed, match=r"failed in one of 2 processes \(exit codes \[3, 3\]\)"):
         train_in_processes(config, tmp_path / "run", 2)
     assert "diverged at step" in capfd.readouterr().err
 
 
-def test_bad_input_is_bad_input_of_the_caller_too(tmp_path, capfd):
+def test_bad_input_is_bad_input_of_the_caller_too(tmp_path, capfd, warm_processes):
     config = tiny(dataset="cifar10", data_root=str(tmp_path / "nowhere"))
     with pytest.raises(ValueError, match="was refused, as said above"):
         train_in_processes(config, tmp_path / "run", 2)
     assert "nowhere" in capfd.readouterr().err
 
 
-def test_processes_are_scored_with_the_statistics_that_are_kept(tmp_path):
+def test_processes_are_scored_with_the_statistics_that_are_kept(tmp_path, warm_processes):
     result = train_in_processes(tiny(options={"norm": "batch"}, lr=0.5), tmp_path / "run", 2)
     score = score_run(load_run(tmp_path / "run"))
     assert score.loss == pytest.approx(result["test_loss"], rel=1e-5)
     assert score.accuracy == result["test_accuracy"]
 
 
-def test_bad_input_that_only_the_leader_finds_is_one_sentence(tmp_path, capfd):
+def test_bad_input_that_only_the_leader_finds_is_one_sentence(tmp_path, capfd, warm_processes):
     with pytest.raises(ValueError, match="was refused"):
         train_in_processes(tiny(exact=23, options={"h": 5.0}), tmp_path / "run", 2)
     (line,) = capfd.readouterr().err.splitlines()
     assert "exact=23 holds states of magnitude below 2 only" in line
 
 
-def test_a_directory_in_use_is_one_sentence(tmp_path, capfd):
+def test_a_directory_in_use_is_one_sentence(tmp_path, capfd, warm_processes):
     with locked(tmp_path / "run"), pytest.raises(ValueError, match="was refused"):
         train_in_processes(tiny(), tmp_path / "run", 2)
     (line,) = capfd.readouterr().err.splitlines()
     assert "is working in" in line
 
 
-def test_a_signal_reaches_all_processes_and_the_run_goes_on(tmp_path):
-    script = (
-        "import sys; from pathlib import Path; from tiny_runs import tiny\n"
-        "from revode.training.terminal import Interrupted\n"
-        "from revode.training.distributed import train_in_processes\n"
-        "config = tiny(max_steps=int(sys.argv[2]), evaluate_every=0, schedule='constant')\n"
-        "try: train_in_processes(config, Path(sys.argv[1]), 2)\n"
-        "except Interrupted as error: print(error); sys.exit(error.exit_code)"
-    )
-    environment = {**ENVIRONMENT, "PYTHONPATH": HERE}
-    folder = tmp_path / "run"
-    words = [sys.executable, "-c", script, str(folder)]
-    with subprocess.Popen([*words, "100000"], stdout=subprocess.PIPE, text=True, env=environment) as process:
-        wait_for_metrics(process, folder)
-        process.send_signal(signal.SIGTERM)
-        out, _ = process.communicate(timeout=120)
-    assert process.returncode == 143
-    assert "the run is saved" in out
+def test_a_signal_reaches_all_processes_and_the_run_goes_on(tmp_path, warm_processes):
+    folder, before = tmp_path / "run", signal.getsignal(signal.SIGTERM)
+
+    def listening() -> bool:
+        return signal.getsignal(signal.SIGTERM) is not before
+
+    def interrupt() -> None:
+        wait_for_metrics(folder, lambda: True)
+        if listening():
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    settings = {"evaluate_every": 0, "schedule": "constant"}
+    sender = threading.Thread(target=interrupt)
+    sender.start()
+    with pytest.raises(Interrupted, match="the run is saved") as stopped:
+        train_in_processes(tiny(max_steps=100000, **settings), folder, 2)
+    sender.join()
+    assert stopped.value.exit_code == 143
     step = read_rows(folder)[-1]["step"]
     assert torch.load(folder / "last.ckpt", weights_only=True)["step"] == step
-    subprocess.run([*words, str(step + 2)], check=True, env=environment, timeout=120)
+    train_in_processes(tiny(max_steps=step + 2, **settings), folder, 2)
     assert [row["step"] for row in read_rows(folder, "train")] == list(range(1, step + 3))  # none twice, none left out
 
 
-def wait_for_metrics(process: subprocess.Popen, folder: Path) -> None:
-    """Until the run has written its first line."""
-    metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 120
-    while process.poll() is None and time.monotonic() < deadline:
+def wait_for_metrics(folder: Path, going: Callable[[], bool]) -> None:
+    """Until the run has written its first line, while it is `going`."""
+    metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 240
+    while going() and time.monotonic() < deadline:
         if metrics.exists() and metrics.stat().st_size:
             return
-        time.sleep(0.1)
+        time.sleep(0.02)

@@ -110,18 +110,15 @@ def test_a_network_without_a_way_back_has_no_such_pictures():
     assert walk_back(create_model("resnet-32"), torch.randn(1, 3, 32, 32)) is None
 
 
-def test_what_a_monitor_wrote_is_drawn(tmp_path):
-    train(tiny(max_steps=4, monitor=True, monitor_every=2, report=True), tmp_path / "run")
-    text = (tmp_path / "run" / "report.html").read_text()
-    assert "<h2>Stability while training</h2>" in text
-    assert "Step usage on a few training images." in text
-
-
-def test_a_run_under_a_memory_budget_has_a_report(tmp_path):
+def test_an_exact_run_under_a_memory_budget_has_a_report_with_what_its_monitor_wrote(tmp_path):
     result = train(tiny(max_steps=1), tmp_path / "plain")["plan"]["activation_bytes"]
     options = {"memory_budget": (result["reversible"] + result["store"]) // 2}
-    train(tiny(max_steps=1, exact=14, options=options, report=True), tmp_path / "run")
-    assert "<h2>Over depth</h2>" in (tmp_path / "run" / "report.html").read_text()
+    settings = {"exact": 14, "options": options, "monitor": True, "monitor_every": 1}
+    train(tiny(max_steps=2, **settings, report=True), tmp_path / "run")
+    text = (tmp_path / "run" / "report.html").read_text()
+    assert "<h2>Over depth</h2>" in text
+    assert "<h2>Stability while training</h2>" in text
+    assert "Step usage on a few training images." in text
 
 
 def test_a_report_that_fails_leaves_a_finished_run(tmp_path, capsys, monkeypatch):

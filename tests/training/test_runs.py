@@ -13,7 +13,7 @@ from tiny_runs import FLAGS, command
 
 import revode
 from revode.files import locked
-from revode.training.run import MetricsLog, check_vacant, existing_run, read_metrics, remove_run, vacant_folder
+from revode.training.run import MetricsLog, check_vacant, load_run, read_metrics, remove_run, vacant_folder
 
 
 def test_two_processes_cannot_write_one_run(tmp_path):
@@ -29,7 +29,7 @@ def test_the_lock_of_a_killed_process_does_not_block(tmp_path):
         "import os, signal, sys; from pathlib import Path\nfrom revode.files import locked\n"
         "with locked(Path(sys.argv[1])): os.kill(os.getpid(), signal.SIGKILL)"
     )
-    child = subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=60)
+    child = subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=240)
     assert child.returncode == -9
     assert (tmp_path / ".lock").exists()
     with locked(tmp_path):
@@ -99,7 +99,7 @@ def test_metrics_on_a_full_disk_are_one_sentence(tmp_path):
 
 def test_a_directory_without_a_run_is_refused(tmp_path):
     with pytest.raises(ValueError, match="holds no training run"):
-        existing_run(tmp_path)
+        load_run(tmp_path)
 
 
 @pytest.fixture
@@ -146,21 +146,24 @@ def test_weights_of_the_package_are_analysed_on_their_own_images(package, capsys
     assert json.loads(out)["model"] == "hamiltonian-digits"
 
 
-def in_a_process(folder: Path, **environment: str) -> subprocess.Popen[str]:
-    """A tiny training with its report, in a process of its own."""
-    words = [sys.executable, "-m", "revode.cli", "train", "--out", str(folder), *FLAGS, "--max-steps=2", "--report"]
+def in_a_process(folder: Path, *flags: str, **environment: str) -> subprocess.Popen[str]:
+    """A tiny training in a process of its own."""
+    words = [sys.executable, "-m", "revode.cli", "train", "--out", str(folder), *FLAGS, "--max-steps=2", *flags]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "encoding": "utf-8"}
-    return subprocess.Popen(
-        [word for word in words if word != "--no-report"], env={**os.environ, **environment}, **pipes
-    )
+    return subprocess.Popen(words, env={**os.environ, **environment}, **pipes)
 
 
 def test_a_path_that_is_not_ascii_works_where_the_locale_is(tmp_path):
     folder = tmp_path / "r\u00fcn-\u00e9"
     process = in_a_process(
-        folder, LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0", PYTHONIOENCODING="utf-8:surrogateescape"
+        folder,
+        "--report",
+        LC_ALL="C",
+        PYTHONUTF8="0",
+        PYTHONCOERCECLOCALE="0",
+        PYTHONIOENCODING="utf-8:surrogateescape",
     )
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=240)
     assert (process.returncode, err) == (0, "")
     assert f"  {folder / 'report.html'}" in out
     assert folder.name in (folder / "report.html").read_text(encoding="utf-8")
@@ -174,7 +177,6 @@ def test_a_reader_that_leaves_after_one_line_leaves_a_finished_run(tmp_path):
     assert "training" in process.stdout.readline()
     process.stdout.close()
     err = process.stderr.read()
-    assert (process.wait(timeout=120), err) == (0, "")
+    assert (process.wait(timeout=240), err) == (0, "")
     assert json.loads((tmp_path / "run" / "result.json").read_text())["steps"] == 2
-    assert (tmp_path / "run" / "report.html").exists()
     process.stderr.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,10 +14,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from revode.bench.methods import METHODS, Method
-from revode.bench.workloads import SEED, Workload, samples, subject
+from revode.bench.workloads import SEED, Workload
 from revode.engine import ReversibleSequence
 from revode.engine.accounting import SavedTensors, graph_nodes
-from revode.networks.classifier import StagedClassifier
+from revode.networks.classifier import Stage, StagedClassifier
 
 GRADIENT_BATCH = 4
 """Samples that the gradient error is measured on: the fp64 reference of 1202 layers is slow."""
@@ -83,6 +84,29 @@ def replay(call: Any) -> Callable[[], object]:
     return run
 
 
+def clock(action: Callable[[], object]) -> float:
+    """Seconds of one call."""
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def sequences(module: nn.Module) -> list[ReversibleSequence]:
+    """Those in a network, or the module itself if it is one."""
+    return [part for part in module.modules() if isinstance(part, ReversibleSequence)]
+
+
+def _run_by(method: Method, module: nn.Module) -> nn.Module:
+    """The network with the method's modules in the place of its sequences."""
+    if isinstance(module, ReversibleSequence):
+        return method.wrap(module, False)
+    for stage in cast(StagedClassifier, module).stages:
+        body, passes_pair = cast(Stage, stage).body, cast(Stage, stage).passes_pair
+        if isinstance(body, ReversibleSequence):
+            stage.body = method.wrap(body, passes_pair)
+    return module
+
+
 class Case:
     """A workload made ready by a method.
 
@@ -101,19 +125,23 @@ class Case:
         layout: str = "channels_last",
     ) -> None:
         self.workload, self.method, self.dtype, self.layout = workload, method, dtype, layout
-        self.subject = subject(workload)
-        self.module: nn.Module = self.subject.build(method.wrap).to(dtype)
+        made, self.shape = workload.build()
+        self.has_gradient_of_input = isinstance(made, ReversibleSequence)  # as in the middle of a network
+        self.parameters = list(made.parameters())  # in an order that all methods share
+        self.num_branches = sum(len(sequence.fields) for sequence in sequences(made))
+        self.module: nn.Module = _run_by(method, made).to(dtype)
         if layout == "channels_last":
             self.module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.parameters = self.subject.parameters
         self.inputs = self.batch_of(workload.batch)
         if method.budget is not None:
             self._keep_within(method.budget)
 
     def batch_of(self, batch: int) -> Tensor:
         """The first samples of the workload."""
-        x = samples(self.subject.shape, batch, self.dtype, self.layout)
-        return x.requires_grad_(self.subject.differentiable_input)
+        x = torch.randn(batch, *self.shape, generator=torch.Generator().manual_seed(SEED + 1)).to(self.dtype)
+        if self.layout == "channels_last" and x.dim() == 4:
+            x = x.contiguous(memory_format=torch.channels_last)
+        return x.requires_grad_(self.has_gradient_of_input)
 
     def loss(self, x: Tensor | None = None) -> Tensor:
         """The mean square of the output."""
@@ -159,14 +187,13 @@ class Case:
 
     def record(self) -> tuple[Counter[Any], tuple[float, float]]:
         """The heavy calls of a step, and its operations for each branch, forward and backward; not of the first step."""
-        self.clear()
-        self.loss().backward()
+        self.step()
         self.clear()
         with Recorder() as forward:
             loss = self.loss()
         with Recorder() as backward:
             loss.backward()
-        branches = max(1, self.subject.num_branches)
+        branches = max(1, self.num_branches)  # a ResNet has none
         return forward.calls + backward.calls, (forward.operations / branches, backward.operations / branches)
 
     def _keep_within(self, share: int) -> None:

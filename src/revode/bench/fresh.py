@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from revode.bench.cases import Case
+from revode.bench.cases import Case, clock
 from revode.bench.methods import METHODS
 from revode.bench.workloads import Workload
 
@@ -73,8 +73,6 @@ def measure_step(
         layout: memory format of the input.
         num_timed: steps to take.
     """
-    from revode.bench.measure import clock
-
     torch.set_num_threads(threads)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

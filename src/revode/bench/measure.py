@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import random
 import statistics
-import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,10 +16,10 @@ from typing import Any
 
 import torch
 
-from revode.bench.cases import Case, Recorder, gradient_errors, replay
+from revode.bench.cases import Case, Recorder, clock, gradient_errors, replay, sequences
 from revode.bench.fresh import count_syncs, in_fresh_process, measure_step
 from revode.bench.methods import METHODS, Method
-from revode.bench.workloads import Workload, subject
+from revode.bench.workloads import Workload
 
 REFERENCE = "store"
 LAYOUTS = ("channels_last", "contiguous")
@@ -114,8 +113,8 @@ SUMMARY = ("workload", "method", "seconds", "ratio_to_store", "saved_bytes", "pe
 
 def applicable(workload: Workload, methods: Iterable[Method]) -> list[Method]:
     """Those that are installed and can run the workload's scheme."""
-    scheme = subject(workload).scheme
-    return [method for method in methods if method.available and (scheme is None or method.supports(scheme))]
+    schemes = [sequence.scheme for sequence in sequences(workload.build()[0])]
+    return [method for method in methods if method.available and all(map(method.supports, schemes))]
 
 
 def measure(workload: Workload, methods: Sequence[Method], settings: Settings) -> list[Row]:
@@ -203,13 +202,6 @@ def seconds_alone(step: Callable[[], object], repeats: int) -> float:
         step()
     runs = {call: replay(call) for call in recorder.calls}
     return _alone(recorder.calls, {call: [clock(run) for _ in range(repeats + 2)][2:] for call, run in runs.items()})
-
-
-def clock(action: Callable[[], object]) -> float:
-    """Seconds of one call."""
-    start = time.perf_counter()
-    action()
-    return time.perf_counter() - start
 
 
 def interleave(

@@ -1,4 +1,4 @@
-"""The ways to get a gradient, by name: each makes of branches and a scheme one module from tensor to tensor.
+"""The ways to get a gradient, by name: each puts a module of its own in the place of a reversible sequence of ours.
 
 The baselines are the schemes written out in ordinary PyTorch. Nothing of the engine is used for them, so that agreement with
 it means something and a comparison with it is fair.
@@ -16,10 +16,11 @@ import itertools
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +30,8 @@ from revode.engine import ReversibleSequence
 from revode.files import unknown
 from revode.schemes import AdditiveCoupling, Leapfrog, MidPoint, Momentum, Scheme, State, Verlet
 
-Wrap = Callable[[Sequence[nn.Module], Scheme, int, bool], nn.Module]
-"""(fields, scheme, split_dim, whether a pair is wanted) -> module."""
+Wrap = Callable[[ReversibleSequence, bool], nn.Module]
+"""(sequence, whether a pair is wanted) -> what runs its branches."""
 FOLDER = Path(sys.prefix) / "benchmark-peers"
 """Where ``make bench`` installs other libraries."""
 
@@ -83,26 +84,21 @@ class PlainSequence(nn.Module):
     """A scheme as anyone would write it, stored by autograd or recomputed in segments by ``torch.utils.checkpoint``.
 
     Args:
-        fields: the branches in order.
-        scheme: one of revode's schemes, in its default start and undamped; only its numbers are read.
-        split_dim: the dimension that splitting schemes halve.
+        sequence: its branches are taken, and the numbers of its scheme, which has its default start and no damping.
         pair: whether to return the final pair of a splitting scheme instead of joining it.
         num_segments: checkpointed segments for a number of blocks; None to store everything.
     """
 
     def __init__(
-        self,
-        fields: Sequence[nn.Module],
-        scheme: Scheme,
-        split_dim: int,
-        pair: bool,
-        num_segments: Callable[[int], int] | None = None,
+        self, sequence: ReversibleSequence, pair: bool, num_segments: Callable[[int], int] | None = None
     ) -> None:
         super().__init__()
+        scheme = sequence.scheme
         if scheme.damping or (scheme.starts and scheme.start != scheme.starts[0]):
             raise ValueError(f"the plain baseline knows default starts without damping, got {scheme!r}")
-        self.fields = nn.ModuleList(fields)
-        self.scheme, self.split_dim, self.pair, self.num_segments = scheme, split_dim, pair, num_segments
+        self.fields = nn.ModuleList(sequence.fields)
+        self.scheme, self.split_dim, self.pair = scheme, sequence.split_dim or 1, pair
+        self.num_segments = num_segments
 
     def forward(self, x: Tensor | State) -> Tensor | State:
         state: Any = x
@@ -139,6 +135,12 @@ class Checkpointed(nn.Module):
         return checkpoint(self.branch, q, use_reentrant=False)
 
 
+def _checkpoint_branches(sequence: ReversibleSequence, pair: bool) -> nn.Module:
+    plain = PlainSequence(sequence, pair)
+    plain.fields = nn.ModuleList(map(Checkpointed, plain.fields))
+    return plain
+
+
 class _Walk(torch.autograd.Function):
     """The least that a reversible walk must do: it records nothing, so dropout and batch statistics come out wrong."""
 
@@ -168,9 +170,9 @@ class _Walk(torch.autograd.Function):
 class MinimalSequence(nn.Module):
     """Additive couplings by a Function without any bookkeeping."""
 
-    def __init__(self, fields: Sequence[nn.Module], scheme: Scheme, split_dim: int, pair: bool) -> None:
+    def __init__(self, sequence: ReversibleSequence, pair: bool) -> None:
         super().__init__()
-        self.fields, self.split_dim, self.pair = nn.ModuleList(fields), split_dim, pair
+        self.fields, self.split_dim, self.pair = nn.ModuleList(sequence.fields), sequence.split_dim or 1, pair
 
     def forward(self, x: Tensor | State) -> Tensor | State:
         halves = x.chunk(2, dim=self.split_dim) if isinstance(x, Tensor) else x
@@ -228,13 +230,14 @@ class PeerSequence(nn.Module):
         make: makes the peer's module of its library, branches that only add, and the dimension of the halves.
     """
 
-    def __init__(
-        self, name: str, make: Callable[..., nn.Module], fields: Any, scheme: Scheme, split_dim: int, pair: bool
-    ) -> None:
+    def __init__(self, name: str, make: Callable[..., nn.Module], sequence: ReversibleSequence, pair: bool) -> None:
         super().__init__()
-        gains = [scheme.coupling(index).gain for index in range(len(fields))]
-        branches = [field if gain == 1.0 else Scaled(field, gain) for field, gain in zip(fields, gains, strict=True)]
-        self.module, self.split_dim, self.pair = make(library(name), branches, split_dim), split_dim, pair
+        branches: list[nn.Module] = []
+        for index, field in enumerate(sequence.fields):
+            gain = sequence.scheme.coupling(index).gain
+            branches.append(field if gain == 1.0 else Scaled(field, gain))
+        self.split_dim, self.pair = sequence.split_dim or 1, pair
+        self.module = make(library(name), branches, self.split_dim)
         self.copies_input = name == "memcnn"  # which frees the storage of its input
 
     def forward(self, x: Tensor | State) -> Tensor | State:
@@ -269,8 +272,9 @@ def _revlib(library: Any, branches: list[nn.Module], split_dim: int) -> nn.Modul
     return library.ReversibleSequential(*branches, split_dim=split_dim)
 
 
-def _momentumnet(fields: Sequence[nn.Module], scheme: Any, split_dim: int, pair: bool) -> nn.Module:
-    return library("momentumnet").MomentumNet(list(fields), gamma=scheme.gamma, use_backprop=False)
+def _momentumnet(sequence: ReversibleSequence, pair: bool) -> nn.Module:
+    gamma = cast(Momentum, sequence.scheme).gamma
+    return library("momentumnet").MomentumNet(list(sequence.fields), gamma=gamma, use_backprop=False)
 
 
 # The registry.
@@ -302,18 +306,8 @@ class Method:
         return self.library is None or library(self.library) is not None
 
 
-def _plain(num_segments: Callable[[int], int] | None = None, around: Callable[[Any], nn.Module] | None = None) -> Wrap:
-    def wrap(fields: Sequence[nn.Module], scheme: Scheme, split_dim: int, pair: bool) -> nn.Module:
-        return PlainSequence(list(map(around, fields)) if around else fields, scheme, split_dim, pair, num_segments)
-
-    return wrap
-
-
 def _revode(**options: Any) -> Wrap:
-    def wrap(fields: Sequence[nn.Module], scheme: Scheme, split_dim: int, pair: bool) -> nn.Module:
-        return ReversibleSequence(fields, scheme, split_dim=split_dim, **options)
-
-    return wrap
+    return lambda sequence, pair: sequence.with_strategy(**options)
 
 
 def _peer(name: str, make: Callable[..., nn.Module]) -> Method:
@@ -334,9 +328,11 @@ def _is_momentum(scheme: Scheme) -> bool:
 BUDGETS = tuple(f"revode-budget-{share}" for share in (25, 50, 75))
 COMPILED = ("revode-compiled", "revode-exact-compiled", "store-compiled")
 _USUAL = [
-    Method("store", _plain()),
-    Method("checkpoint", _plain(lambda num_blocks: num_blocks)),
-    Method("checkpoint-sqrt", _plain(lambda num_blocks: max(1, round(math.sqrt(num_blocks))))),
+    Method("store", PlainSequence),
+    Method("checkpoint", partial(PlainSequence, num_segments=lambda num_blocks: num_blocks)),
+    Method(
+        "checkpoint-sqrt", partial(PlainSequence, num_segments=lambda num_blocks: max(1, round(math.sqrt(num_blocks))))
+    ),
     Method("revode", _revode()),
     Method("revode-exact", _revode(exact=True), _is_exact),
     _peer("memcnn", _memcnn),
@@ -345,7 +341,7 @@ _USUAL = [
     Method("momentumnet", _momentumnet, _is_momentum, "momentumnet"),
 ]
 _FURTHER = [
-    Method("checkpoint-branches", _plain(around=Checkpointed)),
+    Method("checkpoint-branches", _checkpoint_branches),
     Method("minimal", MinimalSequence, lambda scheme: isinstance(scheme, AdditiveCoupling)),
     Method("revode-compiled", _revode(compile=True), compiled=True),
     Method("revode-exact-compiled", _revode(exact=True, compile=True), _is_exact, compiled=True),
@@ -357,10 +353,13 @@ DEFAULT = tuple(method.name for method in _USUAL)
 PEERS = tuple(method.name for method in _USUAL if method.library)
 
 
-def find(names: Iterable[str]) -> list[Method]:
-    """The methods of these names, in the registry's order; a wrong name is refused with the choices."""
+Named = TypeVar("Named")
+
+
+def find(kind: str, names: Iterable[str], registry: Mapping[str, Named]) -> list[Named]:
+    """Those of these names, in the registry's order; a wrong name is refused with the choices."""
     wanted = list(names)
     for name in wanted:
-        if name not in METHODS:
-            raise unknown("method", name, METHODS)
-    return [method for method in METHODS.values() if method.name in wanted]
+        if name not in registry:
+            raise unknown(kind, name, registry)
+    return [found for name, found in registry.items() if name in wanted]

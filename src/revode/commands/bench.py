@@ -96,14 +96,15 @@ def _settings(args: argparse.Namespace) -> Any:
 
 def _plan(args: argparse.Namespace) -> list[tuple[Any, list[Any]]]:
     """Workloads, each with the methods to run on it."""
-    from revode.bench import methods, workloads
+    from revode.bench.methods import METHODS, find
+    from revode.bench.workloads import WORKLOADS
 
-    names = args.workload or [w.name for w in workloads.WORKLOADS.values() if w.quick or not args.quick]
+    names = args.workload or [name for name, workload in WORKLOADS.items() if workload.quick or not args.quick]
     plan = []
-    for found in workloads.find(names):
+    for found in find("workload", names, WORKLOADS):
         workload = found.with_dtype(args.dtype)
         own = workload.quick if args.quick and workload.quick else workload.methods
-        chosen = methods.find(args.method or [*own, *(workload.extra if args.extra else ())])
+        chosen = find("method", args.method or [*own, *(workload.extra if args.extra else ())], METHODS)
         plan.append((workload if args.batch is None else workload.with_batch(args.batch), chosen))
     absent = {method.name: None for _, chosen in plan for method in chosen if not method.available}
     if absent:

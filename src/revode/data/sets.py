@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from revode.data.batches import SELECTION, random_bits, stream_key
+from revode.data.batches import SELECTION, permutation, stream_key
 from revode.data.catalogue import LAYOUTS, DataFile, DatasetInfo, data_root, describe
 from revode.data.files import CIFAR_PIXELS, file_reader
 
@@ -188,8 +188,7 @@ def _stratified(labels: Tensor, count: int, seed: int) -> Tensor:
     extra = count - int(shares.sum())
     shares[torch.argsort(remainders, descending=True, stable=True)[:extra]] += 1
 
-    bits = random_bits(stream_key(seed, SELECTION), torch.arange(len(labels)))
-    by_chance = torch.argsort(bits, stable=True)
+    by_chance = permutation(len(labels), stream_key(seed, SELECTION))
     grouped = by_chance[torch.argsort(labels.cpu()[by_chance], stable=True)]
     starts = sizes.cumsum(0) - sizes
     rank_in_class = torch.arange(len(labels)) - starts.repeat_interleave(sizes)

@@ -118,6 +118,7 @@ class _Kind:
         self._template = copy.deepcopy(field)
         self._dtype = dtype
         self._num_tensors = len(field.tensors())
+        self._is_one_graph = field.ends_in_convolution
         self._spec: Any = None
         self._statistics_at: list[int] = []
         self._compiled: dict[Any, Callable[..., Sequence[Tensor]]] = {}
@@ -128,13 +129,22 @@ class _Kind:
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """q' and on the grid its magnitude; and the batch statistics."""
 
-        def couple(q: Tensor, p: Tensor | None, u: Tensor, gain: Tensor) -> list[Tensor]:
+        def couple(q: Tensor, p: Tensor | None, gain: Tensor, u: Tensor) -> list[Tensor]:
             q_next = replace(coupling, gain=gain).step(p, q, u.to(q.dtype), grid and grid.round)
             return [q_next] if grid is None else [q_next, q_next.abs().amax()]
 
+        def advance(q: Tensor, p: Tensor | None, gain: Tensor, *tensors: Tensor) -> list[Tensor]:
+            u, *record = self._linearize(q, tensors, ())
+            return [*couple(q, p, gain, u), *self.statistics_in(record)]
+
+        key = (p is None, coupling.carry, coupling.keep, grid and grid.bits)
+        given = q, p, self._number(coupling.gain, q)
+        if self._is_one_graph:
+            found = self._call(("advance", *key), advance, *given, *tensors)
+            num_states = 1 if grid is None else 2
+            return found[:num_states], found[num_states:]
         u, *record = self.linearize(q, tensors)
-        key = ("couple", p is None, coupling.carry, coupling.keep, grid and grid.bits)
-        return self._call(key, couple, q, p, u, self._number(coupling.gain, q)), self.statistics_in(record)
+        return self._call(("couple", *key), couple, *given, u), self.statistics_in(record)
 
     def back(
         self,
@@ -148,8 +158,9 @@ class _Kind:
         grid: Grid | None,
     ) -> tuple[Tensor | None, Tensor, Sequence[Tensor]]:
         """p if q' is given, and the products; gp of the older co-state is added as the coupling says."""
+        n = self._num_tensors
 
-        def uncouple(q: Tensor, q_next: Tensor, u: Tensor, gain: Tensor) -> list[Tensor]:
+        def uncouple(q: Tensor, q_next: Tensor, gain: Tensor, u: Tensor) -> list[Tensor]:
             return [replace(coupling, gain=gain).reverse(q, q_next, u.to(q.dtype), grid and grid.round)]
 
         def product(q: Tensor, gp: Tensor | None, gq: Tensor, gain: Tensor, *rest: Tensor) -> list[Tensor]:
@@ -158,10 +169,25 @@ class _Kind:
                 gp = gq * coupling.keep if gp is None else gp + gq * coupling.keep
             return [g if gp is None else gp + g, *grads]
 
+        def retreat(
+            q: Tensor, q_next: Tensor | None, gp: Tensor | None, gq: Tensor, gain: Tensor, *rest: Tensor
+        ) -> list[Tensor]:
+            u, *record = self._linearize(q, rest[:n], rest[n:])
+            products = product(q, gp, gq, gain, *rest[:n], *record)
+            return products if q_next is None else [*uncouple(q, q_next, gain, u), *products]
+
+        gain = self._number(coupling.gain, q)
+        key = (q_next is None, gp is None, coupling.carry, coupling.keep, grid and grid.bits)
+        p: Tensor | None = None
+        if self._is_one_graph:
+            found = list(self._call(("retreat", *key), retreat, q, q_next, gp, gq, gain, *tensors, *statistics))
+            if q_next is not None:
+                p = found.pop(0)
+            return p, found[0], found[1:]
         u, *record = self.linearize(q, tensors, statistics)
-        key, gain = (coupling.carry, coupling.keep, grid and grid.bits), self._number(coupling.gain, q)
-        p = None if q_next is None else self._call(("uncouple", *key), uncouple, q, q_next, u, gain)[0]
-        g, *grads = self._call(("back", gp is None, *key), product, q, gp, gq, gain, *tensors, *record)
+        if q_next is not None:
+            p = self._call(("uncouple", *key), uncouple, q, q_next, gain, u)[0]
+        g, *grads = self._call(("product", *key), product, q, gp, gq, gain, *tensors, *record)
         return p, g, grads
 
     def linearize(self, q: Tensor, tensors: Sequence[Tensor], statistics: Sequence[Tensor] = ()) -> list[Tensor]:

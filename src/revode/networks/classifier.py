@@ -118,9 +118,9 @@ class StagedClassifier(nn.Module):
                 f"of at least {smallest}, got {tuple(x.shape)}"
             )
 
-    def measure(self, image_shape: tuple[int, ...]) -> list[PartCost]:
-        """What stem, units, transitions and head cost for images of this shape."""
-        return measure_parts(self, image_shape)
+    def measure(self, image_shape: tuple[int, ...], batch: int) -> list[PartCost]:
+        """What stem, units, transitions and head cost for a batch of images of this shape."""
+        return measure_parts(self, image_shape, batch)
 
     def _share_budget(self, x: Tensor, budget: int) -> None:
         """Give each sequence its part of the memory budget for a batch like x; measured once for each kind of call."""
@@ -132,7 +132,7 @@ class StagedClassifier(nn.Module):
                     "memory_budget is shared among the units by measuring them, which torch.compile cannot do: "
                     "call the uncompiled network once on images of this shape first"
                 )
-            self._shares[kind] = share(budget, self.measure(tuple(x.shape[1:])), x.shape[0])
+            self._shares[kind] = share(budget, self.measure(tuple(x.shape[1:]), len(x)), len(x))
         for (_, sequence, _), part in zip(self.sequences(), self._shares[kind], strict=True):
             sequence.memory_budget = part
 
@@ -209,10 +209,9 @@ def build(config: NetworkConfig) -> StagedClassifier:
 def assemble(config: NetworkConfig, kind: type[StagedClassifier]) -> StagedClassifier:
     """A network of this kind: stem, stages, head."""
     # The seed of smooth kernels is drawn before anything else, so that it does not depend on the depth.
-    seed = int(torch.randint(2**62, ())) if config.init == "smooth" else None
-    stages = (
-        [] if config.row.scheme else _make_stages(config)
-    )  # seeds draw a ResNet's stem after its units, others' before
+    seed = int(torch.randint(2**62, (), device="cpu")) if config.init == "smooth" else None
+    # Seeds draw a ResNet's stem after its units, others' before.
+    stages = [] if config.row.scheme else _make_stages(config)
     stem = (blocks.PadStem if config.passage.carries_pair else blocks.ConvStem)(config.in_channels, config.channels[0])
     stages = stages or _make_stages(config)
     model = kind(config, stem, stages, config.passage.head(config.head_channels, config.num_classes))

@@ -96,10 +96,10 @@ class NetworkConfig:
     def _faults(self) -> Iterator[str]:
         """A sentence for everything that is wrong; each relies on what the sentences before it claim."""
         for name in ("blocks", "channels"):
-            if not getattr(self, name) or not all(map(_is_count, getattr(self, name))):
+            if not getattr(self, name) or not all(map(is_count, getattr(self, name))):
                 yield f"{name} must be positive integers, got {getattr(self, name)!r}"
         for name in ("num_classes", "in_channels", "image_size"):
-            if not _is_count(getattr(self, name)):
+            if not is_count(getattr(self, name)):
                 yield f"{name} must be a positive integer, got {getattr(self, name)!r}"
         for field in dataclasses.fields(self):
             if field.name not in self.entries and getattr(self, field.name) != field.default:
@@ -114,7 +114,7 @@ class NetworkConfig:
                 f"blocks and channels must name the same number of units, got blocks={self.blocks} and "
                 f"channels={self.channels}"
             )
-        if self.memory_budget is not None and not _is_count(self.memory_budget):
+        if self.memory_budget is not None and not is_count(self.memory_budget):
             yield f"memory_budget must be a positive integer, got {self.memory_budget!r}"
         if self.memory_budget is not None and (self.backprop, self.anchor_every) != ("reversible", None):
             yield (
@@ -251,7 +251,7 @@ class NetworkConfig:
         edges = (size,) * self.ndim if isinstance(size, int) else tuple(size)
         if len(edges) != self.ndim:
             raise ValueError(f"image_size of {self.name} is one edge or {self.ndim} of them, got {size!r}")
-        if not all(map(_is_count, edges)):
+        if not all(map(is_count, edges)):
             raise ValueError(f"image_size must be a positive integer, got {size!r}")
         return (self.in_channels, *edges)
 
@@ -311,5 +311,6 @@ def not_among(name: str, value: Any, choices: Iterable[str], where: str = "") ->
         yield f"{name} must be {' or '.join(map(repr, choices))}{where}, got {value!r}"
 
 
-def _is_count(value: Any) -> bool:
+def is_count(value: Any) -> bool:
+    """Whether it is a positive integer."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 0

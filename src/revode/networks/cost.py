@@ -1,7 +1,7 @@
 """What a network costs before it is trained, part by part: FLOPs, and bytes kept for backward under each strategy.
 
 A forward pass on two and one on three images is counted under every strategy; bytes are affine in the batch, so that says
-what any batch keeps. A tensor that several parts keep counts for the first of them.
+what the batch keeps. A tensor that several parts keep counts for the first of them.
 
 One memory budget for a whole network is shared among its units: stem, transitions and head keep what they must, each unit at
 least its final pair and the graph of one branch. The rest goes where it spares most recomputation: to the units whose branches
@@ -11,8 +11,6 @@ cost most FLOPs for a byte kept, which are the later ones.
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -30,44 +28,20 @@ from revode.networks.config import NetworkConfig
 
 
 @dataclass(frozen=True)
-class Bytes:
-    """Bytes kept for a batch: fixed + batch * per_image."""
-
-    fixed: int = 0
-    per_image: int = 0
-
-    def of(self, batch: int) -> int:
-        """The bytes for so many images."""
-        return self.fixed + batch * self.per_image
-
-    def times(self, ratio: Fraction) -> Bytes:
-        """The same for images that hold so many times as many points."""
-        return Bytes(self.fixed, round(self.per_image * ratio))
-
-
-@dataclass(frozen=True)
 class PartCost:
-    """One row of a network's bill; ``branches`` are the graphs of the single branches of a reversible unit."""
+    """One row of a network's bill.
+
+    ``flops`` are those of one image, ``saved`` are bytes of the whole batch by strategy, and ``branches`` those of the graphs
+    of the single branches of a reversible unit.
+    """
 
     name: str
     num_blocks: int
     shape: tuple[int, ...]
     num_parameters: int
     flops: int
-    saved: dict[str, Bytes]
-    branches: tuple[Bytes, ...] = ()
-
-    def enlarged(self, small: Sequence[int], large: Sequence[int]) -> PartCost:
-        """The bill for edges `large`, from that for edges `small`: all but what is fixed grows with the number of points."""
-        ratio = Fraction(math.prod(large), math.prod(small))
-        edges = (edge * new // old for edge, old, new in zip(self.shape[1:], small, large, strict=True))
-        return replace(
-            self,
-            shape=(self.shape[0], *edges),
-            flops=round(self.flops * ratio),
-            saved={strategy: kept.times(ratio) for strategy, kept in self.saved.items()},
-            branches=tuple(branch.times(ratio) for branch in self.branches),
-        )
+    saved: dict[str, int]
+    branches: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +71,7 @@ class Description:
 
     def bytes_kept(self, strategy: str) -> int:
         """Bytes of activations kept for backward."""
-        return sum(part.saved[strategy].of(self.batch_size) for part in self.parts)
+        return sum(part.saved[strategy] for part in self.parts)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -118,7 +92,7 @@ class Description:
                     "shape": list(part.shape),
                     "params": part.num_parameters,
                     "flops_per_image": part.flops,
-                    "activation_bytes": {name: kept.of(self.batch_size) for name, kept in part.saved.items()},
+                    "activation_bytes": part.saved,
                 }
                 for part in self.parts
             ],
@@ -133,16 +107,21 @@ class _Step(NamedTuple):
     saved: list[int]
 
 
-def measure_parts(model: Any, image_shape: tuple[int, ...]) -> list[PartCost]:
+def measure_parts(model: Any, image_shape: tuple[int, ...], batch: int | Fraction) -> list[PartCost]:
     """Stem, units with the transitions between them, head.
 
     Args:
         model: a `StagedClassifier`; its mode, dtype and device are those that are measured.
         image_shape: channels and edges.
+        batch: images in a step.
     """
+
+    def extrapolated(two: int, three: int) -> int:
+        return round(two + (batch - 2) * (three - two))
+
     paths = _paths(model)
     walks = {
-        strategy: [_walk(model, list(paths.values()), strategy, batch, image_shape) for batch in (2, 3)]
+        strategy: [_walk(model, list(paths.values()), strategy, num_images, image_shape) for num_images in (2, 3)]
         for strategy in model.config.strategies
     }
     found, seen = [], set()
@@ -151,8 +130,8 @@ def measure_parts(model: Any, image_shape: tuple[int, ...]) -> list[PartCost]:
         new = {id(parameter): parameter.numel() for parameter in module.parameters() if id(parameter) not in seen}
         seen.update(new)
         steps = {strategy: [walk[index] for walk in pair] for strategy, pair in walks.items()}
-        saved = {strategy: _affine(*(sum(step.saved) for step in pair)) for strategy, pair in steps.items()}
-        branches = tuple(map(_affine, *(step.saved[:-1] for step in steps["store"])))
+        saved = {strategy: extrapolated(*(sum(step.saved) for step in pair)) for strategy, pair in steps.items()}
+        branches = tuple(map(extrapolated, *(step.saved[:-1] for step in steps["store"])))
         small = steps["store"][0]
         part = PartCost(name, _num_blocks(module), small.shape, sum(new.values()), small.flops // 2, saved, branches)
         found.append(part)
@@ -212,11 +191,6 @@ def _twin(model: Any, strategy: str) -> Any:
     return type(model)(replace(model.config, memory_budget=None), model.stem, stages, model.head)
 
 
-def _affine(two: int, three: int) -> Bytes:
-    """The bytes of any batch from those of two and of three images."""
-    return Bytes(3 * two - 2 * three, three - two)
-
-
 def _num_blocks(module: nn.Module) -> int:
     if isinstance(module, ReversibleSequence):
         return len(module.fields) // module.scheme.fields_per_step
@@ -226,17 +200,16 @@ def _num_blocks(module: nn.Module) -> int:
 def share(budget: int, parts: list[PartCost], batch: int) -> list[int]:
     """The bytes for each reversible unit among `parts`, in order; with everything else they stay within `budget`."""
     units = [part for part in parts if part.branches]
-    graphs = [[branch.of(batch) for branch in unit.branches] for unit in units]
-    shares = [unit.saved["reversible"].of(batch) + max(own) for unit, own in zip(units, graphs, strict=True)]
-    minimum = sum(shares) + sum(part.saved["reversible"].of(batch) for part in parts if not part.branches)
+    shares = [unit.saved["reversible"] + max(unit.branches) for unit in units]
+    minimum = sum(shares) + sum(part.saved["reversible"] for part in parts if not part.branches)
     if budget < minimum:
         raise ValueError(
             f"memory_budget={budget} is too small for a batch of {batch}: stem, transitions, head and the smallest "
             f"possible units (a pair and one branch each) need {minimum} bytes"
         )
     left = budget - minimum
-    for index in sorted(range(len(units)), key=lambda index: -units[index].flops / max(1, sum(graphs[index]))):
-        extra = min(left, sum(graphs[index]) - max(graphs[index]))
+    for index, unit in sorted(enumerate(units), key=lambda item: -item[1].flops / max(1, sum(item[1].branches))):
+        extra = min(left, sum(unit.branches) - max(unit.branches))
         shares[index] += extra
         left -= extra
     return shares

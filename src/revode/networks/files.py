@@ -54,8 +54,7 @@ def load(path: str | os.PathLike[str], **options: Any) -> Any:
         raise FileNotFoundError(f"there is no file {target}")
     config, tensors = _read(target)
     with torch.random.fork_rng(devices=[]):
-        config = config.with_options(**options)
-        model = GPT(config) if isinstance(config, GPTConfig) else build(config)
+        model = build(config.with_options(**options))
     _fill(model, tensors, target)
     return model
 
@@ -86,12 +85,8 @@ def load_pretrained(name: str, dataset: str, **options: Any) -> StagedClassifier
 
 
 def _distinct_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The state_dict with each shared tensor once, under its first name."""
-    names: dict[int, str] = {}
-    state = model.state_dict(keep_vars=True)
-    for name, tensor in state.items():
-        names.setdefault(id(tensor), name)
-    return {name: state[name] for name in names.values()}
+    """Parameters and buffers, each shared one once, under its first name."""
+    return dict([*model.named_parameters(), *model.named_buffers()])
 
 
 def _read(path: Path) -> tuple[Any, dict[str, Tensor]]:

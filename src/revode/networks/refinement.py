@@ -85,9 +85,8 @@ class Resampling:
         found = {}
         for key, (first, second, weight) in self._shares.items():
             if first in tensors:
-                mixes = (
-                    weight and tensors[first].is_floating_point()
-                )  # counters, which cannot be mixed, are the first's
+                # Counters cannot be mixed: they are the first's.
+                mixes = weight and tensors[first].is_floating_point()
                 found[key] = torch.lerp(tensors[first], tensors[second], weight) if mixes else tensors[first].clone()
         return found
 

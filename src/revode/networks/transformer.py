@@ -18,6 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from revode.engine import ReversibleSequence
 from revode.files import unknown
+from revode.networks.classifier import build
+from revode.networks.config import is_count
 from revode.schemes import BDIA, AdditiveCoupling, Leapfrog, MidPoint, Scheme, Verlet
 
 SCHEMES: dict[str, Callable[[float, float], Scheme]] = {
@@ -63,18 +65,32 @@ class GPTConfig:
     dropout: float = 0.0
     sequence: dict[str, Any] = field(default_factory=dict)
 
+    family = FAMILY
+
     def __post_init__(self) -> None:
         if self.scheme not in SCHEMES:
             raise unknown("scheme", self.scheme, SCHEMES)
         for name in ("depth", "width", "heads", "context", "vocabulary"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be a positive number, got {value!r}")
+            if not is_count(getattr(self, name)):
+                raise ValueError(f"{name} must be a positive number, got {getattr(self, name)!r}")
         if self.branch_width % (2 * self.heads):
             raise ValueError(
                 f"a branch of width {self.branch_width} cannot have {self.heads} heads of even size: choose a width that is a "
                 f"multiple of {2 * self.heads * self.width // self.branch_width}"
             )
+
+    @property
+    def num_layers(self) -> int:
+        """Attention and MLP are two layers a block."""
+        return 2 * self.depth
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        return (self.depth,)
+
+    @property
+    def channels(self) -> tuple[int, ...]:
+        return (self.width,)
 
     @property
     def branch_width(self) -> int:
@@ -231,12 +247,11 @@ class GPT(nn.Module):
         return tokens
 
 
+build.register(GPTConfig, GPT)  # type: ignore[arg-type] - a network, if not of images
+
+
 def _sum_of_losses(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(F.linear(x, weight).float(), targets, reduction="sum")
-
-
-GPTS: dict[str, GPTConfig] = {"gpt-mini": GPTConfig()}
-"""Named GPTs."""
 
 
 def on_tokens(name: str) -> ValueError:

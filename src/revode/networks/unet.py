@@ -16,8 +16,10 @@ Backward keeps the last pair of each unit, however many blocks it has; transform
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -29,7 +31,7 @@ from revode.engine.arrival import WIDTH as fingerprint_width
 from revode.engine.grid import Grid
 from revode.networks import blocks
 from revode.networks.blocks import Features
-from revode.networks.classifier import InvertibleClassifier, StagedClassifier, assemble, build
+from revode.networks.classifier import InvertibleClassifier, assemble, build
 from revode.networks.config import KINDS, NetworkConfig, not_among
 from revode.networks.cost import PartCost, measure_parts
 from revode.networks.families import FAMILIES, Family, Transition
@@ -227,22 +229,24 @@ class UNet(InvertibleClassifier):
         image = super().inverse(features)
         return image if size is None else image[(..., *(slice(edge) for edge in size))]
 
-    def measure(self, image_shape: tuple[int, ...]) -> list[PartCost]:
-        """Measured on a small input, and enlarged: nothing of the real size is made.
+    def measure(self, image_shape: tuple[int, ...], batch: int) -> list[PartCost]:
+        """Measured on small inputs, as many as have the points of the real ones: nothing of the real size is made.
 
         All bytes grow with the number of points but those of fingerprints, which are fixed once a state is large enough.
         """
         factor, ndim, fewest = self.config.reduction, self.config.ndim, min(self.config.channels) // 2
         coarsest = next(edge for edge in itertools.count(1) if fewest * edge**ndim >= fingerprint_width)
-        small = [coarsest * factor] * ndim
+        small = coarsest * factor
         large = [edge + -edge % factor for edge in image_shape[1:]]
-        return [part.enlarged(small, large) for part in measure_parts(self, (image_shape[0], *small))]
+        ratio = Fraction(math.prod(large), small**ndim)
+        parts = []
+        for part in measure_parts(self, (image_shape[0], *[small] * ndim), batch * ratio):
+            edges = (edge * new // small for edge, new in zip(part.shape[1:], large, strict=True))
+            parts.append(replace(part, shape=(part.shape[0], *edges), flops=round(part.flops * ratio)))
+        return parts
 
 
-@build.register
-def build_unet(config: UNetConfig) -> StagedClassifier:
-    """The U-Net that `config` describes, with fresh weights."""
-    return assemble(config, UNet)
+build.register(UNetConfig, partial(assemble, kind=UNet))
 
 
 def _transition(config: UNetConfig, unit: int) -> nn.Module:

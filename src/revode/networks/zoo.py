@@ -20,10 +20,10 @@ from revode.networks.config import NetworkConfig
 from revode.networks.cost import Description
 from revode.networks.families import FAMILIES
 from revode.networks.files import load_pretrained
-from revode.networks.transformer import FAMILY, GPT, GPTS, on_tokens
+from revode.networks.transformer import GPT, GPTConfig, on_tokens
 from revode.networks.unet import UNetConfig
 
-Recipe = Callable[[], NetworkConfig]
+Recipe = Callable[[], NetworkConfig | GPTConfig]
 
 H = 0.1
 """The step size of the authors' bias-only code; h = 1 would grow the signal 4e4 times over 18 blocks."""
@@ -94,12 +94,15 @@ def register_model(name: str) -> Callable[[Recipe], Recipe]:
 
 def list_models() -> list[str]:
     """The names of all registered networks; ``<family>-<layers>`` of other valid depths work too."""
-    return sorted([*_RECIPES, *GPTS], key=_natural)
+    return sorted(_RECIPES, key=_natural)
 
 
 def model_config(name: str, **options: Any) -> NetworkConfig:
     """The config of the network `name` with these options, without building it."""
-    return _find(name).with_options(**options)
+    config = _find(name)
+    if isinstance(config, GPTConfig):
+        raise on_tokens(name)
+    return config.with_options(**options)
 
 
 @overload
@@ -120,25 +123,21 @@ def create_model(name: str, *, pretrained: str | None = None, **options: Any) ->
             networks also ``h`` or ``horizon``, ``init``, ``start``, ``transition``; of U-Nets also ``scheme``. See
             `NetworkConfig` and `UNetConfig`. A GPT takes those of `GPTConfig` and of `ReversibleSequence`.
     """
-    if name in GPTS and pretrained is None:
-        return GPT(GPTS[name].with_options(**options))
     if pretrained is not None:
         return load_pretrained(name, pretrained, **options)
-    return build(model_config(name, **options))
+    return build(_find(name).with_options(**options))
 
 
-def _find(name: str) -> NetworkConfig:
+def _find(name: str) -> NetworkConfig | GPTConfig:
     if not isinstance(name, str):
         raise ValueError(f"a network's name is a string, got {name!r}")
     if name in _RECIPES:
         config = _RECIPES[name]()
-        if not isinstance(config, NetworkConfig):
+        if not isinstance(config, NetworkConfig | GPTConfig):
             raise ValueError(f"the function registered as {name!r} must return a config, got {type(config).__name__}")
         return config
-    if name in GPTS:
-        raise on_tokens(name)
     if name.endswith(LARGE_SUFFIX):
-        return dataclasses.replace(_find(name.removesuffix(LARGE_SUFFIX)), name=name, image_size=LARGE_SIZE)
+        return dataclasses.replace(model_config(name.removesuffix(LARGE_SUFFIX)), name=name, image_size=LARGE_SIZE)
     family, _, layers = name.rpartition("-")
     if family in FAMILIES and layers.isascii() and layers.isdigit():
         return _configure(name)
@@ -189,51 +188,42 @@ def _natural(name: str) -> list[Any]:
 
 
 _RECIPES: dict[str, Recipe] = {name: partial(_configure, name, **row) for name, row in _NAMED.items()}
+_RECIPES["gpt-mini"] = GPTConfig
 for _ndim, _channels in UNETS.items():
     _RECIPES[f"unet-{_ndim}d"] = partial(
         UNetConfig, name=f"unet-{_ndim}d", ndim=_ndim, blocks=(4,) * len(_channels), channels=_channels
     )
 
 
-def count_parameters(config: NetworkConfig) -> int:
+def count_parameters(config: NetworkConfig | GPTConfig) -> int:
     """Parameters of the network, without drawing any."""
-    with torch.device("meta"):
-        return _count(build(dataclasses.replace(config, init="independent")))
-
-
-def _count(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        return sum(parameter.numel() for parameter in build(config).parameters())
 
 
 def summarize_all() -> list[dict[str, Any]]:
     """A row for every registered network.
 
-    Layout, and parameters for its own images in 10 and in 100 classes, the paper's beside them. A GPT has attention and MLP as
-    two layers a block, and parameters for bytes.
+    Layout, and parameters for its own images in 10 and in 100 classes, the paper's beside them; those of a GPT are for bytes.
     """
     return [_summarize(name) for name in list_models()]
 
 
 def _summarize(name: str) -> dict[str, Any]:
-    if name in GPTS:
-        gpt = GPTS[name]
-        with torch.device("meta"):
-            num_parameters = more_classes = _count(GPT(gpt))
-        family, layers, blocks, channels = FAMILY, 2 * gpt.depth, (gpt.depth,), (gpt.width,)
-    else:
-        config = model_config(name, num_classes=10)
-        num_parameters = count_parameters(config)
-        more_classes = num_parameters + 90 * (config.head_channels + 1)
-        family, layers, blocks, channels = config.family, config.num_layers, config.blocks, config.channels
+    config, further_classes = _find(name), 0
+    if isinstance(config, NetworkConfig):
+        config = config.with_options(num_classes=10)
+        further_classes = 90 * (config.head_channels + 1)
+    num_parameters = count_parameters(config)
     paper = PAPER_PARAMETERS.get(name, (None, None))
     return {
         "name": name,
-        "family": family,
-        "layers": layers,
-        "units": list(blocks),
-        "channels": list(channels),
+        "family": config.family,
+        "layers": config.num_layers,
+        "units": list(config.blocks),
+        "channels": list(config.channels),
         "params_cifar10": num_parameters,
-        "params_cifar100": more_classes,
+        "params_cifar100": num_parameters + further_classes,
         "paper_params_cifar10_m": paper[0],
         "paper_params_cifar100_m": paper[1],
     }
@@ -259,5 +249,5 @@ def describe(
         raise ValueError(f"batch_size must be a positive integer, got {batch_size!r}")
     shape = model.config.image_shape(image_size)
     model.check_image(torch.empty(1, *shape, device="meta"))
-    parts = tuple(model.measure(shape))
+    parts = tuple(model.measure(shape, batch_size))
     return Description(config=model.config, image_shape=shape, batch_size=batch_size, parts=parts)

@@ -24,6 +24,7 @@ ITEMS = {
     "memory": ("depth", "memory over depth under every gradient strategy"),
     "stability": ("stability", "the theory's claims, measured: eigenvalues, growth, step sizes"),
     "quick-74": ("accuracy", "hamiltonian-74 with batch norm, CIFAR-10, recipe quick"),
+    "levels-74": ("accuracy", "the same in multilevel training: small images first"),
 }
 """Name -> module in this room that has it in its ``ITEMS``, one line of help."""
 

@@ -50,10 +50,10 @@ class StepCost(Task):
 
     def measure(self, setup: Setup) -> dict[str, Any]:
         from revode.bench.fresh import in_fresh_process, measure_step
-        from revode.bench.workloads import Workload
+        from revode.bench.workloads import Workload, network
 
         options = {"name": self.model, **self.options, **data.describe(self.dataset).network_options}
-        workload = Workload(name=self.model, title="", kind="network", batch=self.batch_size, options=options)
+        workload = Workload(name=self.model, title="", make=network, batch=self.batch_size, options=options)
         method, threads = METHODS[self.strategy], setup.threads or torch.get_num_threads()
         try:
             if self.fresh:

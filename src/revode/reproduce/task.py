@@ -22,7 +22,7 @@ from revode import data
 from revode.engine.grid import DEFAULT_BITS
 from revode.files import commit, human_range, human_time, locked, machine, read_json, versions, write_json
 from revode.networks import create_model, describe, model_config
-from revode.training.config import Config, configure
+from revode.training.config import Config, configure, mean_cost, parse_levels
 from revode.training.job import count_steps
 from revode.training.planning import fastest
 from revode.training.run import RESULT
@@ -253,8 +253,10 @@ class TrainingRun(Task):
 
     def flops(self) -> float:
         """Backward counts two forward passes, computing states again counts one; scoring is left out."""
-        units = 3 if model_config(self.model, **self.options).backprop == "store" else 4
-        images = self.num_steps * self.batch_size * units
+        config = self.config(Setup())
+        stored = "store" in (config.model.backprop, model_config(self.model, **self.options).backprop)
+        share = mean_cost(parse_levels(config.optimization.levels))
+        images = self.num_steps * self.batch_size * (3 if stored else 4) * share
         return images * forward_flops(self.model, self.dataset, self.options)
 
     def execute(self, setup: Setup) -> dict[str, Any]:

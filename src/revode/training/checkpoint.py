@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import io
 import pickle
-import shutil
 import zipfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from revode.files import read_json, write_atomically
+from revode.files import write_atomically
 from revode.training.config import LEAVES, Config, flatten, from_leaves, read_yaml
 from revode.training.distributed import Group, copy_whole, whole
 from revode.training.job import Job
@@ -112,7 +111,7 @@ class Position:
         best_step: Where that was.
         seconds: Since its start, over all its processes' lives.
         seconds_scoring: Of these, not spent on updates.
-        loss_sum, num_correct, num_images: This process's sums since the last line of metrics; the first two as last read.
+        loss_sum, num_correct, num_images: This process's sums since the last line of metrics; the first two as last saved.
     """
 
     step: int = 0
@@ -156,7 +155,7 @@ def collect(job: Job, position: Position, plan: dict[str, Any], metrics_offset: 
     return {
         "step": position.step,
         "level": job.level,
-        "config": job.config.to_dict(),
+        "config": asdict(job.config),
         "model": weights(job.model),
         "momenta": momenta,
         "average": average,
@@ -222,57 +221,43 @@ _FREE = frozenset(
 """Settings that may change on resume: where and how it runs, what it writes down, and how long it goes on."""
 
 
-@dataclass(frozen=True)
-class Source:
-    """What a run starts with: its configuration and, on resume, the state to go on from."""
-
-    config: Config
-    state: dict[str, Any] = field(default_factory=dict)
-    home: Path | None = None
-    """The directory of the run that goes on."""
-    result: dict[str, Any] = field(default_factory=dict)
-
-    def copy_to(self, folder: Path) -> None:
-        """Copy the lines before the checkpoint and the best weights so far, if the run goes on in another directory."""
-        if self.home is None or self.home == folder:
-            return
-        if (self.home / METRICS).exists():
-            shutil.copyfile(self.home / METRICS, folder / METRICS)
-        if (self.home / BEST).exists():
-            write_atomically(folder / BEST, (self.home / BEST).read_bytes())
-
-
 def find_source(
-    config: Config, folder: Path | None, resume: str | None, given: Sequence[str], note: Callable[[str], None]
-) -> Source:
+    config: Config, out: str | Path | None, resume: str | None, given: Sequence[str], note: Callable[[str], None]
+) -> tuple[Config, dict[str, Any], Path | None, Path | None]:
     """Decide what to start from.
 
     Args:
         config: What was asked for.
-        folder: The run directory.
+        out: The run directory, if it has a name.
         resume: None, ``"auto"``, or a run or checkpoint.
         given: Settings that were asked for by name; a resumed run refuses those that would make it another run.
         note: Called with what the user should know.
+
+    Returns:
+        The configuration; the state to go on from, empty at a beginning; the directory of the run that goes on, if one
+        does; and the run directory, None if it is a new one without a name.
     """
-    if resume is None or folder is None:
-        return Source(config)
-    path = folder if resume == "auto" else Path(resume)
+    if resume is None:
+        return config, {}, None, None if out is None else Path(out)
+    if resume == "auto" and out is None:
+        raise ValueError("--resume auto needs --out, the directory of the run to go on with")
+    path = Path(out if out is not None and resume == "auto" else resume)
     if resume == "auto" or path.is_dir():
         home, state = path, read_newest(path, note)
     else:
         home, state = path.parent, read_checkpoint(path)
-    if state is None:
-        if resume != "auto":
-            raise ValueError(f"{path} holds no checkpoint; give --resume a run directory or a .ckpt")
-        if (folder / CONFIG).exists():  # stopped before its first checkpoint: the same run from its beginning
-            config = merge(from_leaves(read_yaml(str(folder / CONFIG))), config, given, note)
-        else:
-            note(f"there is no run in {folder} yet: this starts one")
-        return Source(config, home=folder, result=read_json(folder / RESULT) or {})
-    config = merge(from_leaves(flatten(state["config"], str(path))), config, given, note)
-    if home.resolve() != folder.resolve():
-        return Source(config, state, home)
-    return Source(config, state, folder, read_json(folder / RESULT) or {})
+    folder = home if out is None else Path(out)
+    if home.resolve() == folder.resolve():
+        home = folder
+    if state is not None:
+        return merge(from_leaves(flatten(state["config"], str(path))), config, given, note), state, home, folder
+    if resume != "auto":
+        raise ValueError(f"{path} holds no checkpoint; give --resume a run directory or a .ckpt")
+    if (folder / CONFIG).exists():  # stopped before its first checkpoint: the same run from its beginning
+        config = merge(from_leaves(read_yaml(str(folder / CONFIG))), config, given, note)
+    else:
+        note(f"there is no run in {folder} yet: this starts one")
+    return config, {}, folder, folder
 
 
 def merge(old: Config, new: Config, given: Sequence[str], note: Callable[[str], None]) -> Config:

@@ -17,7 +17,7 @@ import itertools
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -28,11 +28,7 @@ MOST_THREADS = 1024
 
 
 def _setting(default: Any, help: str, at_least: float | None = None, below: float | None = None) -> Any:
-    return dataclasses.field(default=default, metadata=_facts(help, at_least, below))
-
-
-def _facts(help: str, at_least: float | None = None, below: float | None = None) -> dict[str, Any]:
-    return {"help": help, "at_least": at_least, "below": below}
+    return dataclasses.field(default=default, metadata={"help": help, "at_least": at_least, "below": below})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +41,7 @@ class ModelConfig:
     )
     exact: int = _setting(0, "bits k of the grid 2^-k for bit-exact reversing; 0 is off, 14 is customary", at_least=0)
     options: dict[str, Any] = dataclasses.field(
-        default_factory=dict, metadata=_facts("further options of the network, as h=0.05,init=smooth")
+        default_factory=dict, metadata={"help": "further options of the network, as h=0.05,init=smooth"}
     )
 
 
@@ -144,21 +140,11 @@ class Config:
         """Name -> value of every setting, over all sections."""
         return {name: getattr(getattr(self, leaf.section, self), name) for name, leaf in LEAVES.items()}
 
-    def to_dict(self) -> dict[str, Any]:
-        """The tree as plain dicts, lists, numbers and strings."""
-        return _plain(dataclasses.asdict(self))
-
     def to_yaml(self) -> str:
         """The tree as YAML that `read_yaml` reads back."""
         import yaml
 
-        return yaml.safe_dump(self.to_dict(), sort_keys=False)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, tuple | list) else value
+        return yaml.safe_dump(dataclasses.asdict(self), sort_keys=False)
 
 
 @dataclass(frozen=True)
@@ -169,8 +155,8 @@ class Leaf:
     section: str
     kind: Any
     help: str
-    at_least: float | None
-    below: float | None
+    at_least: float | None = None
+    below: float | None = None
 
     @property
     def path(self) -> str:
@@ -178,18 +164,17 @@ class Leaf:
         return f"{self.section}.{self.name}" if self.section else self.name
 
 
-_KINDS = typing.get_type_hints(Config)
-SECTIONS: dict[str, Any] = {name: kind for name, kind in _KINDS.items() if dataclasses.is_dataclass(kind)}
+SECTIONS: dict[str, Any] = {
+    field.name: field.default_factory for field in dataclasses.fields(Config) if not field.metadata
+}
+"""Name of a section -> its class."""
 
-
-def _find_leaves(section: str, tree: Any) -> Iterator[Leaf]:
-    kinds = typing.get_type_hints(tree)
-    for field in dataclasses.fields(tree):
-        if field.name not in SECTIONS:
-            yield Leaf(field.name, section, kinds[field.name], **field.metadata)
-
-
-LEAVES = {leaf.name: leaf for name, tree in {"": Config, **SECTIONS}.items() for leaf in _find_leaves(name, tree)}
+LEAVES = {
+    field.name: Leaf(field.name, section, typing.get_type_hints(tree)[field.name], **field.metadata)
+    for section, tree in {"": Config, **SECTIONS}.items()
+    for field in dataclasses.fields(tree)
+    if field.metadata
+}
 """Every setting by its name, which is unique over the tree."""
 
 
@@ -226,13 +211,12 @@ def num_epochs(levels: tuple[Level, ...]) -> int:
     return sum(level.epochs for level in levels)
 
 
-def level_of(levels: tuple[Level, ...], epoch: int) -> int:
-    """Which level an epoch belongs to; those behind the end to the last."""
-    for index, level in enumerate(levels):
-        epoch -= level.epochs
-        if epoch < 0:
-            return index
-    return len(levels) - 1
+def mean_cost(levels: tuple[Level, ...]) -> float:
+    """What an epoch costs on average, in epochs of the last level: layers and areas of images count."""
+    if not levels:
+        return 1.0
+    costs = [level.epochs * level.layers * level.edge**2 for level in levels]
+    return sum(costs) / (num_epochs(levels) * levels[-1].layers * levels[-1].edge ** 2)
 
 
 def _check(values: dict[str, Any]) -> None:
@@ -314,11 +298,12 @@ def _convert(kind: Any, value: Any) -> Any:
     if isinstance(value, bool) or (kind is str and not isinstance(value, str)):
         raise TypeError
     if kind is int and not isinstance(value, int):
-        number = float(value)  # "1e3"; but large whole numbers would be rounded
-        whole = int(value) if str(value).lstrip("+-").isdigit() else int(number)
-        if number != whole and abs(number) < 2**53:
+        with contextlib.suppress(ValueError):
+            return int(str(value))  # not by way of a float, which would round a large seed
+        number = float(value)  # "1e3"
+        if not number.is_integer():
             raise ValueError
-        return whole
+        return int(number)
     return kind(value)  # YAML reads 1e-3, without a point, as a string
 
 
@@ -361,19 +346,23 @@ def flatten(tree: Any, origin: str) -> dict[str, Any]:
     """
     if not isinstance(tree, Mapping | None):
         raise ValueError(f"{origin} holds a {type(tree).__name__}; expected sections such as `optimization:`")
-    values: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for key, value in (tree or {}).items():
-        if key in SECTIONS and not isinstance(value, Mapping):
+        if key not in SECTIONS:
+            found[str(key)] = value
+        elif isinstance(value, Mapping):
+            found |= {f"{key}.{name}": item for name, item in value.items()}
+        else:
             raise ValueError(f"section {key!r} of {origin} holds {value!r}; expected settings such as `name: value`")
-        section, settings = (key, value) if key in SECTIONS else ("", {key: value})
-        for name, item in settings.items():
-            if name not in LEAVES or LEAVES[name].section != section:
-                raise _unknown_key(f"{section}.{name}" if section else str(name), str(name), origin)
-            values[name] = item
-    return values
+    names = {leaf.path: name for name, leaf in LEAVES.items()}
+    for path in found:
+        if path not in names:
+            raise _unknown_key(path, origin)
+    return {names[path]: value for path, value in found.items()}
 
 
-def _unknown_key(path: str, name: str, origin: str) -> ValueError:
+def _unknown_key(path: str, origin: str) -> ValueError:
+    name = path.rpartition(".")[2]
     if name in LEAVES:
         return ValueError(f"unknown key {path!r} in {origin}; it is spelled {LEAVES[name].path!r}")
     near = [LEAVES[found].path for found in nearest(name, LEAVES)] or nearest(path, SECTIONS)

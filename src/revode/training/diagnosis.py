@@ -88,17 +88,17 @@ def _signal(model: nn.Module, images: Tensor) -> tuple[Course, str | None]:
     """The course of the signal, and the first quantity that is not finite."""
     course: Course = []
 
-    def look(name: str, quantity: str, module: nn.Module, inputs: Any, output: Any = None) -> None:
-        value = inputs[0] if quantity == "input" else output
-        if isinstance(value, Tensor) and value.numel():
-            course.append((name, quantity, float(value.abs().max())))
+    def look(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        for quantity, value in (("input", inputs[0]), ("output", output)):
+            if isinstance(value, Tensor) and value.numel():
+                course.append((name, quantity, float(value.abs().max())))
 
     for name, module in _places(model):
-        module.register_forward_pre_hook(functools.partial(look, name, "input"))
-        module.register_forward_hook(functools.partial(look, name, "output"))
+        module.register_forward_hook(functools.partial(look, name))
     refusal = None
     try:
-        look("the network", "class scores", model, images, model.train()(images))
+        scores = model.train()(images)
+        course.append(("the network", "class scores", float(scores.abs().max())))
     except ValueError as error:  # the exact grid refuses what is out of its range
         refusal = str(error)
     broken = (f"the {quantity} of {name}" for name, quantity, size in course if not math.isfinite(size))

@@ -20,7 +20,7 @@ from revode import data
 from revode.networks import NetworkConfig, Resampling, StagedClassifier, build, config_at_depth
 from revode.networks.zoo import model_config
 from revode.regularizers import decay_groups
-from revode.training.config import Config, OptimizationConfig, level_of, parse_levels
+from revode.training.config import Config, OptimizationConfig, parse_levels
 from revode.training.distributed import Group, parallelize, synchronize_batch_norm
 
 _NUM_MEASURED = 16
@@ -93,6 +93,7 @@ class Job:
         level: Which of its levels it starts or goes on with.
 
     Attributes:
+        level_ends: Updates after which each level is over; there is one level if none are named.
         model: The network itself.
         network: What to call in training: the model, perhaps replicated or sharded.
         notes: What the user should know, in sentences.
@@ -108,6 +109,8 @@ class Job:
         self.memory_format = torch.channels_last if execution.channels_last else torch.contiguous_format
         self.steps_per_epoch, self.num_steps = self._count_steps()
         self.levels = parse_levels(config.optimization.levels)
+        ends = itertools.accumulate(level.epochs * self.steps_per_epoch for level in self.levels)
+        self.level_ends = list(ends) or [self.num_steps]
         self.notes: list[str] = []
         if self.levels and self.sharded:
             raise ValueError("levels make new networks on the way, which --parallel fsdp cannot shard anew; use ddp")
@@ -133,8 +136,8 @@ class Job:
         self.average = AveragedWeights(self.model, optimization.ema) if optimization.ema else None
 
     def level_at(self, step: int) -> int:
-        """The level of the update from `step` to `step + 1`."""
-        return level_of(self.levels, step // self.steps_per_epoch) if self.levels else 0
+        """The level of the update from `step` to `step + 1`; behind the end it is the last."""
+        return min(bisect.bisect_right(self.level_ends, step), len(self.level_ends) - 1)
 
     def enter_level(self, level: int, epoch: int) -> None:
         """Go on at another level: weights, momenta and averages go with it, statistics are measured anew."""
@@ -249,10 +252,10 @@ class Job:
     def learning_rate(self, step: int) -> float:
         """The learning rate of the update from `step` to `step + 1`."""
         settings, first, last = self.config.optimization, 0, self.num_steps
-        if settings.rate_per_level and self.levels:
+        if settings.rate_per_level:
             level = self.level_at(step)
-            first = self.steps_per_epoch * sum(before.epochs for before in self.levels[:level])
-            last = min(last, first + self.steps_per_epoch * self.levels[level].epochs)
+            first = self.level_ends[level - 1] if level else 0
+            last = min(last, self.level_ends[level])
         return learning_rate(settings, step - first, last - first, self.steps_per_epoch)
 
     @contextlib.contextmanager

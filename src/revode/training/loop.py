@@ -10,7 +10,7 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,19 +19,28 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from revode.data import Split, standardise
+from revode.data import Split
 from revode.engine import check
 from revode.engine.grid import OutOfRange
-from revode.files import locked, write_atomically
+from revode.files import locked, read_json, write_atomically
 from revode.regularizers import smoothness_gradient_
 from revode.training import checkpoint
-from revode.training.checkpoint import BEST, CONFIG, LAST, METRICS, PREVIOUS, Position, Source
+from revode.training.checkpoint import BEST, CONFIG, LAST, METRICS, PREVIOUS, RESULT, Position
 from revode.training.config import Config
 from revode.training.diagnosis import Diverged, diagnose, diagnose_weights
 from revode.training.distributed import gradients_stay_local, process_group, whole
 from revode.training.job import Job
 from revode.training.planning import make_plan, plan_lines
-from revode.training.run import MetricsLog, Score, check_vacant, evaluate, finish, remove_run, vacant_folder
+from revode.training.run import (
+    MetricsLog,
+    Score,
+    check_vacant,
+    evaluate,
+    finish,
+    images_as_seen,
+    remove_run,
+    vacant_folder,
+)
 from revode.training.terminal import Interrupted, Interruption, Progress
 
 _NUM_MONITORED = 4
@@ -78,40 +87,40 @@ def train(
     if resume is not None and overwrite:
         raise ValueError("--resume keeps a run and --overwrite replaces it; give one of them")
     leads = int(os.environ.get("RANK", "0")) == 0
-    named = _named_folder(out, resume)
-    source = checkpoint.find_source(config, named, resume, given, print if leads else lambda text: None)
-    with (
-        process_group(source.config.execution) as group,
-        Interruption() as interruption,
-        contextlib.ExitStack() as stack,
-    ):
-        may_hold_run = overwrite or source.home == named
+    note = print if leads else lambda text: None
+    config, state, home, named = checkpoint.find_source(config, out, resume, given, note)
+    with process_group(config.execution) as group, Interruption() as interruption, contextlib.ExitStack() as stack:
         # Rank 0 decides, since it may write before others look.
-        folder = group.decided_by_leader(lambda: _choose_folder(source.config, named, may_hold_run))
-        job = Job(source.config, group, source.state.get("level", 0))
+        folder = group.decided_by_leader(lambda: _choose_folder(config, named, overwrite or home == named))
+        job = Job(config, group, state.get("level", 0))
         group.decided_by_leader(lambda: stack.enter_context(locked(folder)))
-        if source.result.get("steps", -1) >= job.num_steps:
-            if leads:
-                print(f"{folder} is finished, at step {source.result['steps']}: nothing is left to do")
-            return source.result
-        if source.result and not source.state:
+        result = read_json(folder / RESULT) if home == folder else None
+        if result and result["steps"] >= job.num_steps:
+            note(f"{folder} is finished, at step {result['steps']}: nothing is left to do")
+            return result
+        if result and not state:
             raise ValueError(
-                f"{folder} is finished, at step {source.result['steps']}, and has no checkpoint to go on from; "
+                f"{folder} is finished, at step {result['steps']}, and has no checkpoint to go on from; "
                 "replace it by `revode train --overwrite`, or choose another directory"
             )
         watchers = [*_own_monitors(job), *monitors]
         if job.sharded and watchers:
             raise ValueError("monitors look at whole weights, which --parallel fsdp never has; use ddp, or no monitor")
-        plan = source.state["plan"] if source.state else group.decided_by_leader(lambda: _measure_plan(job))
-        position = checkpoint.restore(job, source.state) if source.state else Position()
-        metrics = _open_metrics(job, folder, source, position.step, overwrite) if group.leads else None
+        plan = state["plan"] if state else group.decided_by_leader(lambda: make_plan(job))
+        position = checkpoint.restore(job, state) if state else Position()
+        metrics = _open_metrics(job.config, folder, state, home, overwrite) if group.leads else None
         if metrics is not None:
             stack.callback(metrics.close)
         with Progress(job.num_steps, job.config.optimization.batch_size, not group.leads) as progress:
             training = Training(job, folder, plan, position, metrics, progress, interruption, watchers)
             training.announce()
-            training.fit()
-            score, weights_of = training.final_score()
+            try:
+                training.fit()
+                score, weights_of = training.final_score()
+            except OutOfRange as error:
+                if not position.step:  # the states never were in the range of the grid: that is bad input
+                    raise
+                raise training.diverged(str(error)) from error
         weights = checkpoint.weights(job.model)
         return finish(job, folder, position, plan, score, weights, weights_of) if group.leads else {}
 
@@ -159,8 +168,7 @@ class Training:
             if job.level_at(position.step) != job.level:
                 self._enter_level()
             self.epoch, self.indices = next(batches)
-            with self._staying_in_range():
-                self.compute_gradient()
+            self.compute_gradient()
             if job.group.device.type == "cpu":  # nothing waits, so that no update ruins the weights
                 self._require_finite()
             self.apply_gradient()
@@ -237,9 +245,9 @@ class Training:
     def _log(self) -> None:
         """Write the means since the last line."""
         self._require_finite()
-        self._read_sums()
         position, norm = self.position, float(whole(self.norm))
-        sums = torch.tensor([position.loss_sum, position.num_correct, position.num_images], dtype=torch.float64)
+        seen = [float(self.loss_sum), int(self.num_correct), position.num_images]
+        sums = torch.tensor(seen, dtype=torch.float64)
         loss, correct, images = self.job.group.sum(sums).tolist()
         self.loss_sum.zero_()
         self.num_correct.zero_()
@@ -254,14 +262,10 @@ class Training:
             gradient_norm=norm if math.isfinite(norm) else None,
         )
 
-    def _read_sums(self) -> None:
-        self.position.loss_sum, self.position.num_correct = float(self.loss_sum), int(self.num_correct)
-
     def _enter_level(self) -> None:
         """Go on with a deeper network or larger images, and record what is left of the accuracy."""
         job, position = self.job, self.position
-        with self._staying_in_range():
-            job.enter_level(job.level_at(position.step), position.step // job.steps_per_epoch)
+        job.enter_level(job.level_at(position.step), position.step // job.steps_per_epoch)
         level = job.levels[job.level]
         found: dict[str, Any] = {"layers": level.layers, "edge": level.edge}
         text = f"level {job.level + 1}: {level.layers} layers, images of edge {level.edge}"
@@ -294,7 +298,7 @@ class Training:
         except OutOfRange as error:  # running statistics that are not ripe may send states there; training goes on
             if position.step == self.job.num_steps:
                 self._save()
-                raise self._diverged(f"its evaluation failed: {error}") from error
+                raise self.diverged(f"its evaluation failed: {error}") from error
             self.progress.line(f"not evaluated after step {position.step}: {error}")
             position.evaluated_at = position.step
             return
@@ -323,7 +327,7 @@ class Training:
             note=lambda done, total: self.progress.scoring(self.position.step, done, total),
         )
         if score is not None and not math.isfinite(score.loss):
-            raise self._diverged(f"evaluation found a loss of {score.loss}")
+            raise self.diverged(f"evaluation found a loss of {score.loss}")
         return score
 
     def final_score(self) -> tuple[Score | None, str]:
@@ -338,8 +342,7 @@ class Training:
         test = self.job.dataset.test
         if self.job.validation_split is None and self.last_score is not None:
             return self.last_score, weights_of
-        with self._staying_in_range():
-            return None if test is None else self._score(test, stoppable=False), weights_of
+        return None if test is None else self._score(test, stoppable=False), weights_of
 
     def _read_best(self) -> dict[str, Any] | None:
         """The best checkpoint so far; None without one, or if the run went on from a time before the one on disk."""
@@ -360,25 +363,14 @@ class Training:
 
     def _save(self, name: str = LAST) -> None:
         """Write a checkpoint, unless something went wrong on the way; the one before it stays as ``previous.ckpt``."""
-        with self._staying_in_range():
-            check()
+        check()
         self._require_finite()
-        self._read_sums()
+        self.position.loss_sum, self.position.num_correct = float(self.loss_sum), int(self.num_correct)
         offset = self.metrics.sync() if self.metrics is not None else 0
         state = checkpoint.collect(self.job, self.position, self.plan, offset)
         if self.job.group.leads:
             keep_as = self.folder / PREVIOUS if name == LAST else None
             checkpoint.write_checkpoint(self.folder / name, state, keep_as)
-
-    @contextlib.contextmanager
-    def _staying_in_range(self) -> Iterator[None]:
-        """States that leave the range of the grid have diverged, unless they never were inside: that is bad input."""
-        try:
-            yield
-        except OutOfRange as error:
-            if not self.position.step:
-                raise
-            raise self._diverged(str(error)) from error
 
     def _require_finite(self) -> None:
         """Stop if an update since the last look saw a loss or gradient that is no number: nothing is written of it."""
@@ -389,20 +381,10 @@ class Training:
             text = diagnose(self.job, self.indices, self.epoch, step, mean) if alone else ""
             raise Diverged(step, f"loss {mean:.4g}, norm of the gradient {norm:.4g}", text, self.folder)
 
-    def _diverged(self, what: str) -> Diverged:
+    def diverged(self, what: str) -> Diverged:
+        """The error for a run that broke here."""
         step = self.position.step
         return Diverged(step, what, diagnose_weights(self.job, step), self.folder)
-
-
-def _named_folder(out: str | Path | None, resume: str | None) -> Path | None:
-    """The run directory as far as the arguments name it."""
-    if out is not None:
-        return Path(out)
-    if resume == "auto":
-        raise ValueError("--resume auto needs --out, the directory of the run to go on with")
-    if resume is None:
-        return None
-    return Path(resume) if Path(resume).is_dir() else Path(resume).parent
 
 
 def _choose_folder(config: Config, named: Path | None, may_hold_run: bool) -> Path:
@@ -422,31 +404,26 @@ def _own_monitors(job: Job) -> list[Monitor]:
     from revode.stability.walk import reversible_units
 
     reversible_units(job.model)  # refuses a network that has none, before anything is written
-    images = job.train_split.take(torch.arange(_NUM_MONITORED)).images
-    return [StabilityMonitor(standardise(images, job.dataset), num_images=_NUM_MONITORED)]
+    images, _ = images_as_seen(job.dataset, job.train_split, _NUM_MONITORED)
+    return [StabilityMonitor(images, num_images=_NUM_MONITORED)]
 
 
-def _measure_plan(job: Job) -> dict[str, Any]:
-    """The cost of the run, measured by rank 0 on a network of its own."""
-    settings = job.config.optimization
-    size = settings.batch_size // settings.accumulate // job.group.world_size
-    with job.group.forked_randomness():
-        model = job.fresh_model(level=-1)
-    x, labels = job.images(torch.arange(size), 0, level=-1)
-    return make_plan(model, x, labels, job.autocast, job.num_steps, settings.accumulate)
-
-
-def _open_metrics(job: Job, folder: Path, source: Source, step: int, overwrite: bool) -> MetricsLog:
+def _open_metrics(
+    config: Config, folder: Path, state: dict[str, Any], home: Path | None, overwrite: bool
+) -> MetricsLog:
     """Open the files of the run, once all that can be refused has been looked at."""
     make_board: Any = None
-    if job.config.record.tensorboard:
+    if config.record.tensorboard:
         try:
             from torch.utils.tensorboard import SummaryWriter as make_board
         except ImportError as error:
             raise ValueError(f"--tensorboard needs the package tensorboard ({error}); install revode[train]") from error
     if overwrite:
         remove_run(folder)
-    write_atomically(folder / CONFIG, job.config.to_yaml())
-    source.copy_to(folder)
-    board = make_board and make_board(str(folder), purge_step=step or None)
-    return MetricsLog(folder / METRICS, source.state.get("metrics_offset", 0), board)
+    write_atomically(folder / CONFIG, config.to_yaml())
+    if home is not None and home != folder:  # the run goes on in another directory, and takes its past along
+        for name in (METRICS, BEST):
+            if (home / name).exists():
+                write_atomically(folder / name, (home / name).read_bytes())
+    board = make_board and make_board(str(folder), purge_step=state.get("step"))
+    return MetricsLog(folder / METRICS, state.get("metrics_offset", 0), board)

@@ -1,6 +1,6 @@
 """What a run will cost, said before its first step: parameters, FLOPs, activation memory under each strategy, time.
 
-Everything is measured on a copy of the network, with the random states restored, so that planning changes no bit of a run.
+Everything is measured on networks of its own, with the random states restored, so that planning changes no bit of a run.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from revode.engine import ReversibleSequence
 from revode.files import human_bytes, human_range
 from revode.networks import StagedClassifier
+from revode.training.job import Job
 
 _LONG = 10.0
 """Seconds of a step beside which preparing its kernels does not count."""
@@ -70,64 +71,53 @@ class _Held:
         self._counter.count(*self._entry, -1)
 
 
-def make_plan(
-    model: StagedClassifier,
-    images: Tensor,
-    labels: Tensor,
-    autocast: Callable[[], Any],
-    num_steps: int,
-    accumulate: int,
-) -> dict[str, Any]:
-    """Measure copies of `model` on one micro-batch; the plan is part of ``result.json``.
-
-    Args:
-        model: The network, on its device and not yet wrapped.
-        images: One micro-batch as the network sees it.
-        labels: Of the images.
-        autocast: Makes the precision context of the run.
-        num_steps: Updates in the run.
-        accumulate: Micro-batches of an update.
+def make_plan(job: Job) -> dict[str, Any]:
+    """Measure the network of the last level on one micro-batch; the plan is part of ``result.json``.
 
     Returns:
         Trainable ``params``; ``flops_per_image`` of a forward pass; ``activation_bytes``, the peak kept for backward under
         each strategy; the run's own ``strategy``; ``seconds_per_step`` of an update; ``num_steps``.
     """
-    memory: dict[str, int] = dict.fromkeys(model.config.strategies, 0)
-    own = model.config.backprop
+    settings = job.config.optimization
+    size = settings.batch_size // settings.accumulate // job.group.world_size
 
-    def step(network: nn.Module, count: int) -> None:
-        with autocast():
+    def step(network: nn.Module, count: int = size) -> None:
+        with job.autocast():
             loss = F.cross_entropy(network(images[:count]).float(), labels[:count])
         loss.backward()
 
-    def peak(network: nn.Module, count: int) -> int:
+    def peak(network: nn.Module, count: int = size) -> int:
         with PeakActivations(network.parameters()) as counter:
             step(network, count)
         return counter.num_bytes
 
     def timed() -> None:
         if memory[own]:
-            step(trial, len(images))
+            step(model)
         else:
-            memory[own] = peak(trial, len(images))
+            memory[own] = peak(model)
 
-    with torch.random.fork_rng([images.device] if images.device.type == "cuda" else []):
-        trial = copy.deepcopy(model).train()
-        seconds = fastest(timed, images.device) * accumulate
+    with job.group.forked_randomness():
+        model = job.fresh_model(level=-1)
+        images, labels = job.images(torch.arange(size), 0, level=-1)
+        own = model.config.backprop
+        memory = dict.fromkeys(model.config.strategies, 0)
+        # Counted on zeros: before any training, running statistics do not bound the states of a real image.
+        with torch.no_grad(), FlopCounterMode(display=False) as flops:
+            model.eval()(torch.zeros_like(images[:1]))
         for name in memory.keys() - {own}:
             # Activations grow linearly with the batch. (Batch norm over a single pixel cannot train on one image.)
             two, three = (peak(_under(model, name), count) for count in (2, 3))
-            memory[name] = two + (three - two) * (len(images) - 2)
-        # Counted on zeros: before any training, running statistics do not bound the states of a real image.
-        with torch.no_grad(), FlopCounterMode(display=False) as flops:
-            copy.deepcopy(model).eval()(torch.zeros_like(images[:1]))
+            memory[name] = two + (three - two) * (size - 2)
+        model.train()
+        seconds = fastest(timed, job.group.device) * settings.accumulate
     return {
         "params": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "flops_per_image": flops.get_total_flops(),
         "activation_bytes": memory,
         "strategy": own,
         "seconds_per_step": seconds,
-        "num_steps": num_steps,
+        "num_steps": job.num_steps,
     }
 
 

@@ -222,17 +222,23 @@ def _image_before(stem: ConvStem, features: Tensor) -> Tensor:
 @torch.no_grad()
 def activations(model: nn.Module, image: Tensor, count: int) -> dict[int, list[tuple[int, Tensor]]]:
     """Unit -> up to `count` of its blocks, evenly spaced, each with the mean over channels of the state behind it."""
-    assert isinstance(model, StagedClassifier)
     found: dict[int, list[tuple[int, Tensor]]] = {}
-    y = model.stem(image)
-    for number, stage in enumerate(model.stages, 1):
-        body = stage.body
-        if isinstance(body, ReversibleSequence):
-            states = list(body.states(y))[:: body.scheme.fields_per_step]
-            blocks = sorted({round(i * (len(states) - 1) / (count - 1)) for i in range(count)})
-            found[number] = [(block, _picture(states[block])) for block in blocks]
-        y = stage(y)
+    for number, (unit, x) in enumerate(_unit_inputs(model, image), 1):
+        states = list(unit.states(x))[:: unit.scheme.fields_per_step]
+        blocks = sorted({round(i * (len(states) - 1) / (count - 1)) for i in range(count)})
+        found[number] = [(block, _picture(states[block])) for block in blocks]
     return found
+
+
+def _unit_inputs(model: nn.Module, images: Tensor) -> list[tuple[Any, Any]]:
+    """Every reversible unit in the order of evaluation, with what it is given."""
+    inputs: list[tuple[Any, Any]] = []
+    units = [module for module in model.modules() if isinstance(module, ReversibleSequence)]
+    hooks = [unit.register_forward_pre_hook(lambda unit, x: inputs.append((unit, x[0]))) for unit in units]
+    model.eval()(images)
+    for hook in hooks:
+        hook.remove()
+    return inputs
 
 
 def _picture(state: tuple[Tensor | None, Tensor]) -> Tensor:
@@ -281,13 +287,7 @@ def reconstruction_errors(model: nn.Module, images: Tensor) -> dict[str, list[fl
 
     A unit whose final pair alone does not tell the way back has no numbers.
     """
-    inputs: list[tuple[Any, Any]] = []
-    units = [module for module in model.modules() if isinstance(module, ReversibleSequence)]
-    hooks = [unit.register_forward_pre_hook(lambda unit, x: inputs.append((unit, x[0]))) for unit in units]
-    model.eval()(images)
-    for hook in hooks:
-        hook.remove()
-    return {f"unit {number}": _errors(unit, x) for number, (unit, x) in enumerate(inputs, 1)}
+    return {f"unit {number}": _errors(unit, x) for number, (unit, x) in enumerate(_unit_inputs(model, images), 1)}
 
 
 def _errors(unit: ReversibleSequence, x: Any) -> list[float]:

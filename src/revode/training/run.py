@@ -6,6 +6,7 @@ config.yaml metrics.jsonl result.json last.ckpt previous.ckpt best.ckpt model.sa
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import json
 import os
@@ -129,16 +130,6 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     return read_json_lines(folder / METRICS)
 
 
-def existing_run(folder: str | os.PathLike[str]) -> Path:
-    """`folder` as a path, if a run lies in it."""
-    path = Path(folder)
-    if not (path / CONFIG).is_file():
-        raise ValueError(
-            f"{path} holds no training run (no {CONFIG}); give a directory that `revode train --out` wrote"
-        )
-    return path
-
-
 @dataclass(frozen=True)
 class Score:
     """What a network does on a split.
@@ -220,7 +211,11 @@ class Run:
 
 def load_run(folder: str | Path, device: str = "cpu") -> Run:
     """Read a run: its kept weights if it is finished, else those of its newest checkpoint (averaged, if it averages)."""
-    path = existing_run(folder)
+    path = Path(folder)
+    if not (path / CONFIG).is_file():
+        raise ValueError(
+            f"{path} holds no training run (no {CONFIG}); give a directory that `revode train --out` wrote"
+        )
     config = from_leaves(read_yaml(str(path / CONFIG)))
     where = choose_device(device)
     result = read_json(path / RESULT) or {}
@@ -368,15 +363,15 @@ def export_onnx(folder: str | Path, path: str | Path, *, overwrite: bool = False
     info = data.describe(run.config.data.dataset)
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(4, info.channels, info.image_size, info.image_size, generator=generator)
-    content = _convert(run.model, images)
-    difference = _compare(content, run.model, images)
+    program = _convert(run.model, images)
+    difference = _compare(program, run.model, images)
     if difference is not None and difference > TOLERANCE:
         raise ValueError(f"the ONNX network differs from torch's by {difference:.2g} in its scores; it was not written")
-    write_atomically(path, content)
+    write_atomically(path, program.model_proto.SerializeToString())
     return path, difference
 
 
-def _convert(model: torch.nn.Module, images: torch.Tensor) -> bytes:
+def _convert(model: nn.Module, images: Tensor) -> torch.onnx.ONNXProgram:
     # The exporter talks about its own progress and deprecations; errors are raised all the same.
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
@@ -389,20 +384,16 @@ def _convert(model: torch.nn.Module, images: torch.Tensor) -> bytes:
             dynamic_shapes=({0: torch.export.Dim("batch")},),
         )
     assert program is not None
-    return program.model_proto.SerializeToString()
+    return program
 
 
 @torch.no_grad()
-def _compare(content: bytes, model: torch.nn.Module, images: torch.Tensor) -> float | None:
+def _compare(program: torch.onnx.ONNXProgram, model: nn.Module, images: Tensor) -> float | None:
     """The largest difference of class scores, on the batch and on a single image of it."""
-    try:
-        import onnxruntime  # pyright: ignore[reportMissingImports]
-    except ImportError:
+    if importlib.util.find_spec("onnxruntime") is None:
         return None
-    session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
     worst = 0.0
     for batch in (images, images[:1]):
-        expected = model(batch)
-        scores = torch.from_numpy(session.run(None, {"images": batch.numpy()})[0])
+        expected, (scores,) = model(batch), program(batch)
         worst = max(worst, float((scores - expected).abs().max() / expected.abs().max()))
     return worst
