@@ -320,6 +320,17 @@ class Residual(nn.Module):
         return x + self.branch(x)
 
 
+@torch.no_grad()
+def sign_noise(weights: Path, tokens: Tensor, args: argparse.Namespace) -> dict[str, Any]:
+    """What a sign of BDIA adds to a block's step, over that step: |u - u of the block before| / 2 |u|, a median over blocks."""
+    start, model = time.monotonic(), make_network("none", args)
+    model.load_state_dict(torch.load(weights))
+    states = [q for _, q in model.body.states(model.embedding(tokens))]
+    steps = [after - before for before, after in itertools.pairwise(states)]
+    noise = statistics.median(float((b - a).norm() / b.norm() / 2) for a, b in itertools.pairwise(steps))
+    return {"sign_noise": noise, "seconds": time.monotonic() - start}
+
+
 def fine_tuned(name: str, weights: Path, rate: float, data: tuple[Tensor, Tensor], args: argparse.Namespace) -> Any:
     """The trained plain network as torch's own Sequential of blocks, converted or not, fine-tuned on `data`."""
     model = make_network("none", args)
@@ -338,6 +349,8 @@ def fine_tuned(name: str, weights: Path, rate: float, data: tuple[Tensor, Tensor
 def compare_conversion(rate: float, data: tuple[Tensor, Tensor], runs: Runs, args: argparse.Namespace) -> None:
     """Fine-tune the plain network that was trained at `rate`, converted and not, at a fraction of that rate."""
     weights = runs.folder / f"{args.prefix}train-none-{rate:g}-{args.tokens}-0.pt"
+    tokens = windows(data[1], args.context, args.batch)[:, :-1]
+    runs.get(f"{args.prefix}noise", lambda: sign_noise(weights, tokens, args))
     for divisor, way in itertools.product(args.divisors, ("plain", "converted")):
         name = f"{args.prefix}finetune-{way}-{args.tokens}-{divisor}"
         runs.get(name, lambda: fine_tuned(way, weights, rate / divisor, data, args))  # noqa: B023
@@ -513,17 +526,20 @@ def rates_part(found: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
 
 
 def conversion_part(found: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
-    runs = [of_kind(found, f"{prefix}finetune") for prefix in ("", DEEP)]
-    pairs = [pair for rows in runs for pair in zip(rows.get("plain", []), rows.get("converted", []), strict=False)]
+    pairs = []
+    for prefix in ("", DEEP):
+        rows = of_kind(found, f"{prefix}finetune")
+        for plain, converted in zip(rows.get("plain", []), rows.get("converted", []), strict=False):
+            pairs.append((found[f"{prefix}noise"]["sign_noise"], plain, converted))
     if not pairs:
         return [], {}
     body, curves = [], {}
-    for plain, converted in pairs:
+    for noise, plain, converted in pairs:
         scores = [f"{r['bits_per_byte']:.3f}" for r in (plain, converted)]
         difference = f"{converted['bits_per_byte'] / plain['bits_per_byte'] - 1:+.2%}"
         kept = [human_bytes(r["bytes_kept"]) for r in (plain, converted)]
         shape, rate = f"{plain['depth']} x {plain['width']}", f"{plain['rate']:g}"
-        body.append([shape, rate, f"{plain['before']:.3f}", *scores, difference, *kept])
+        body.append([shape, rate, f"{plain['before']:.3f}", f"{noise:.2f}", *scores, difference, *kept])
         for way, result in (("plain", plain), ("converted", converted)):
             curves[f"{way}, {plain['depth']} blocks, rate {rate}"] = in_thousands(result["curve"])
     parts = [
@@ -531,15 +547,17 @@ def conversion_part(found: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
         "A plain network, trained on Shakespeare (that of the table, and one that is deeper and narrower), is made torch's own "
         "`Sequential` of residual blocks, and "
         '`revode.convert(model, "body", BDIA())` makes it reversible. Both are fine-tuned on the Bible with the same '
-        f"batches for {pairs[0][0]['tokens']:,} tokens, and evaluated in eval mode, where the converted one is plain too: what "
+        f"batches for {pairs[0][1]['tokens']:,} tokens, and evaluated in eval mode, where the converted one is plain too: what "
         "differs comes from the signs that are drawn in training.",
-        "The signs add half of the difference between a block's step and that of the block before it. With more blocks a "
-        "step is smaller, so the noise is, too.",
+        "A sign adds to a block's step half of its difference from the step of the block before (**noise**, relative to the "
+        "step, a median over blocks, before fine-tuning). It would be small if neighbouring blocks made similar steps. "
+        "Theirs are nearly at right angles, so more blocks do not help.",
         table(
             [
                 "blocks x width",
                 "rate",
                 "bits per byte before",
+                "noise",
                 "plain",
                 "converted",
                 "difference",
@@ -678,10 +696,6 @@ def main() -> None:
         for scheme, rate in rates.items():
             trained(scheme, 0, rate, first, runs, args)
         compare_conversion(rates["none"], other, runs, args)
-        deep = argparse.Namespace(**vars(args) | {"prefix": DEEP, "depth": 4 * args.depth, "width": args.width // 2})
-        rate = tuned_rate("none", first, runs, deep)
-        trained("none", 0, rate, first, runs, deep)
-        compare_conversion(rate, other, runs, deep)
         runs.get("fits", lambda: fits(args))
         if args.speed:
             for name in ("speed", "speed-compiled"):
@@ -689,6 +703,10 @@ def main() -> None:
         runs.get("speed", lambda: speeds(args))
         if not args.smoke:
             runs.get("speed-compiled", lambda: speeds(args, compiled=True))
+        deep = argparse.Namespace(**vars(args) | {"prefix": DEEP, "depth": 4 * args.depth, "width": args.width // 2})
+        rate = tuned_rate("none", first, runs, deep)
+        trained("none", 0, rate, first, runs, deep)
+        compare_conversion(rate, other, runs, deep)
         for seed in range(1, args.seeds):
             for scheme, rate in rates.items():
                 trained(scheme, seed, rate, first, runs, args)
