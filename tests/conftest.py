@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from warm import WarmProcess
+
+from revode.data.catalogue import LAYOUTS
 
 settings.register_profile(
     "revode",
@@ -41,3 +45,19 @@ def pytest_collection_finish() -> None:
 def warm_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever starts a ``revode`` command as a process gets one that has imported torch already."""
     monkeypatch.setattr(subprocess, "Popen", WarmProcess)
+
+
+@pytest.fixture
+def real_root() -> Callable[[str], Path]:
+    """The root of real data, or a skip that says what is missing."""
+
+    def find(name: str) -> Path:
+        root = os.environ.get("REVODE_DATA")
+        if not root:
+            pytest.skip("REVODE_DATA is not set, so there are no real data to test on")
+        first = Path(root) / LAYOUTS[name].folder / LAYOUTS[name].train[0].name
+        if not first.exists():
+            pytest.skip(f"{first} is absent; `revode data get {name}` gets it")
+        return Path(root)
+
+    return find

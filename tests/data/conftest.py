@@ -1,10 +1,9 @@
-"""Tiny data sets in the official layouts, and a data root for tests on real data."""
+"""Tiny data sets in the official layouts."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -64,19 +63,3 @@ def laid_out(tmp_path: Path, tiny: Callable[[str], tuple[Layout, dict[str, bytes
         return tmp_path
 
     return write
-
-
-@pytest.fixture
-def real_root() -> Callable[[str], Path]:
-    """The root of real data, or a skip that says what is missing."""
-
-    def find(name: str) -> Path:
-        root = os.environ.get("REVODE_DATA")
-        if not root:
-            pytest.skip("REVODE_DATA is not set, so there are no real data to test on")
-        first = Path(root) / LAYOUTS[name].folder / LAYOUTS[name].train[0].name
-        if not first.exists():
-            pytest.skip(f"{first} is absent; `revode data get {name}` gets it")
-        return Path(root)
-
-    return find

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from network_gradients import images
 from safetensors.torch import save_file
 
 import revode
+from revode.cli import main
 from revode.networks import files
 
 NAMES = ["hamiltonian-26", "hamiltonian-1layer-14", "midpoint-14", "leapfrog-14", "revnet-14", "resnet-8"]
@@ -138,3 +141,28 @@ def test_options_that_contradict_trained_weights_are_refused(package, option):
 def test_absent_weights_are_named_with_those_that_are_there(package):
     with pytest.raises(ValueError, match="there are: hamiltonian-26-digits"):
         revode.create_model("hamiltonian-74", pretrained="cifar10")
+
+
+CARD = Path(__file__).resolve().parents[2] / "docs" / "pretrained.md"
+
+
+def rows_of_the_card():
+    """Network, data set and accuracy in per cent of all weights that docs/pretrained.md has."""
+    rows = re.findall(r"^\| `(\S+)` \| (\S+) \| ([\d.]+) % \|", CARD.read_text(), re.MULTILINE)
+    return [(name, dataset.replace("-", "").lower(), accuracy) for name, dataset, accuracy in rows]
+
+
+def test_all_weights_of_the_package_have_a_row_in_the_card_and_load():
+    files_of_rows = {f"{name}-{dataset}" for name, dataset, _ in rows_of_the_card()}
+    assert files_of_rows == {path.stem for path in files.PRETRAINED.glob("*.safetensors")} != set()
+    for name, dataset, _ in rows_of_the_card():
+        net = revode.create_model(name, pretrained=dataset).eval()
+        assert net.config.backprop == "reversible"
+        assert net(torch.zeros(1, 3, 32, 32)).isfinite().all()
+
+
+@pytest.mark.real_data
+@pytest.mark.parametrize(("name", "dataset", "accuracy"), rows_of_the_card())
+def test_weights_of_the_package_score_what_the_card_says(real_root, capsys, name, dataset, accuracy):
+    assert main(["eval", name, "--pretrained", dataset, "--data-root", str(real_root(dataset))]) == 0
+    assert f"test accuracy {accuracy}%" in capsys.readouterr().out
