@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import os
 import sys
 import tempfile
 import warnings
@@ -107,6 +108,8 @@ def main() -> None:
             found[name] = {"between": training.between, "at lines": training.at_lines}
         found["divergence"] = divergence(Path(place) / "divergence")
     json.dump(found, sys.stdout)
+    sys.stdout.flush()
+    os._exit(0)  # autograd's thread for the device may still hold tensors, and would abort an interpreter that ends
 
 
 if __name__ == "__main__":
