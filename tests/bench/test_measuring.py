@@ -148,3 +148,9 @@ def test_bfloat16_is_autocast_beside_float32_weights(name: str, tiny_stage: Work
     assert {kind.dtype for _, kinds, _ in calls for kind in kinds if hasattr(kind, "dtype")} == {torch.bfloat16}
     expected = Case(lower, METHODS["store"], torch.float64).gradient(2)
     assert 1e-4 < (case.gradient(2) - expected).norm() / expected.norm() < 0.2
+
+
+def test_a_memory_budget_has_a_row_without_a_count_of_syncs(tiny_stage: Workload) -> None:
+    (row,) = measure(tiny_stage, [METHODS["revode-budget-50"]], Settings(threads=1, repeats=1))
+    assert row.saved_bytes > 0
+    assert row.syncs is None

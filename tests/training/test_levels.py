@@ -12,7 +12,7 @@ from tiny_runs import assert_same_bits, command, read_rows, tiny
 import revode
 from revode import data
 from revode.training import Interrupted, configure, load_run, train
-from revode.training.config import Level, num_epochs, parse_levels
+from revode.training.config import Level, mean_cost, num_epochs, parse_levels
 from revode.training.distributed import Group, train_in_processes
 from revode.training.job import Job
 
@@ -186,3 +186,9 @@ def test_levels_are_a_flag(tmp_path, capsys):
     )
     assert code == 0
     assert "level 2: 38 layers, images of edge 8" in out
+
+
+def test_an_epoch_of_small_images_and_few_layers_costs_less():
+    assert mean_cost(()) == mean_cost(parse_levels("74@32:5")) == 1.0
+    assert mean_cost(parse_levels("74@16:10,74@32:10")) == pytest.approx((0.25 + 1.0) / 2)
+    assert mean_cost(parse_levels("37@16:10,74@32:30")) == pytest.approx((10 * 0.125 + 30) / 40)
