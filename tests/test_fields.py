@@ -152,7 +152,7 @@ def test_default_field_is_the_papers_with_a_zero_bias() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: SymmetricField(2, norm="layer"), r"norm must be 'none', 'batch' or 'tv', got 'layer'"),
+        (lambda: SymmetricField(2, norm="layer"), r"norm must be one of 'none', 'batch', 'tv', got 'layer'"),
         (lambda: make_norm("", 3), r"norm must be .* got ''"),
         (lambda: AntisymmetricField(2, activation="rlu"), r"activation must be .*relu.* got 'rlu'"),
         (lambda: OneLayerField(2, ndim=5), r"ndim must be 1, 2 or 3, got 5"),

@@ -19,7 +19,7 @@ _LOCK = ".lock"
 
 
 def write_atomically(path: Path, data: str | bytes | memoryview, keep_as: Path | None = None) -> None:
-    """Put `data` at `path`: afterwards it is all there, even after a power cut, or nothing has changed.
+    """Put `data` at `path`: afterwards it is all there, even after a power cut, or `path` has not changed.
 
     Args:
         path: Where to.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -219,22 +220,32 @@ def along_channels(vector: Tensor, y: Tensor, channel_dim: int) -> Tensor:
 _BATCH_NORM = {0: nn.BatchNorm1d, 1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 
 
+class NormKind(NamedTuple):
+    """A norm that blocks can have: what it is in words, and how it is made of a number of channels and of dimensions."""
+
+    words: str
+    make: Callable[[int, int], nn.Module]
+
+
+NORMS = {
+    "none": NormKind("biases", lambda channels, ndim: Bias(channels, 1 if ndim else -1)),
+    "batch": NormKind("batch norm", lambda channels, ndim: _BATCH_NORM[ndim](channels)),
+    "tv": NormKind("batch-independent norm", lambda channels, ndim: TVNorm(channels, 1 if ndim else -1)),
+}
+"""The maps N between K and σ by name."""
+
+
 def make_norm(norm: str, channels: int, ndim: int = 2) -> nn.Module:
     """The per-channel map N between K and σ.
 
     Args:
-        norm: ``"none"`` (a bias), ``"batch"`` or ``"tv"``.
+        norm: a name of `NORMS`.
         channels: how many channels it acts on.
         ndim: spatial dimensions; 0 for vectors in the last dimension.
     """
-    channel_dim = 1 if ndim else -1
-    if norm == "none":
-        return Bias(channels, channel_dim)
-    if norm == "tv":
-        return TVNorm(channels, channel_dim)
-    if norm == "batch":
-        return _BATCH_NORM[ndim](channels)
-    raise ValueError(f"norm must be 'none', 'batch' or 'tv', got {norm!r}")
+    if norm not in NORMS:
+        raise ValueError(f"norm must be one of {', '.join(map(repr, NORMS))}, got {norm!r}")
+    return NORMS[norm].make(channels, ndim)
 
 
 def make_activation(activation: Activation) -> Callable[[Tensor], Tensor]:

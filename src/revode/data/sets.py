@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from importlib import resources
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from revode.data.batches import SELECTION, permutation, stream_key
-from revode.data.catalogue import LAYOUTS, DataFile, DatasetInfo, data_root, describe
+from revode.data.catalogue import LAYOUTS, DataFile, DatasetInfo, Layout, data_root, describe
 from revode.data.files import CIFAR_PIXELS, file_reader
 
 
@@ -88,31 +89,36 @@ def load(name: str, root: str | os.PathLike[str] | None = None) -> Dataset:
         FileNotFoundError: A file is missing. Both errors name the file and the command that gets it.
     """
     info = describe(name)
-    if name not in LAYOUTS:
+    if name == "digits":
         train, test = _read_digits(info)
         return Dataset(**asdict(info), train=train, test=test)
     layout, folder = LAYOUTS[name], data_root(root)
-    read, num_labels = file_reader(name, folder), len(layout.label_keys)
+    read, decode = file_reader(name, folder), DECODERS[layout.encoding]
 
     def split(files: tuple[DataFile, ...]) -> Split:
-        parts = [np.frombuffer(read(file), np.uint8) for file in files]
-        return _decode_cifar(parts, num_labels) if num_labels else _decode_stl(*parts)
+        return decode(layout, [np.frombuffer(read(file), np.uint8) for file in files])
 
     train = split(layout.train)
     return Dataset(**asdict(info), train=train, test=None if layout.lacks_test(folder) else split(layout.test))
 
 
-def _decode_cifar(parts: list[np.ndarray], num_labels: int) -> Split:
+def _decode_cifar(layout: Layout, parts: list[np.ndarray]) -> Split:
     """Records of one image each: its labels (CIFAR-100: coarse, then fine), then pixels as (channel, row, column)."""
+    num_labels = len(layout.label_keys)
     records = np.concatenate([part.reshape(-1, num_labels + CIFAR_PIXELS) for part in parts])
     images = records[:, num_labels:].reshape(-1, 3, 32, 32)
     return Split(images=torch.from_numpy(images), labels=torch.from_numpy(records[:, num_labels - 1].astype(np.int64)))
 
 
-def _decode_stl(pixels: np.ndarray, classes: np.ndarray) -> Split:
+def _decode_stl(layout: Layout, parts: list[np.ndarray]) -> Split:
     """Images of 3 x 96 x 96 bytes as (channel, column, row); labels of one byte each, counted from 1."""
+    pixels, classes = parts
     images = np.ascontiguousarray(pixels.reshape(-1, 3, 96, 96).transpose(0, 1, 3, 2))
     return Split(images=torch.from_numpy(images), labels=torch.from_numpy(classes.astype(np.int64) - 1))
+
+
+DECODERS: dict[str, Callable[[Layout, list[np.ndarray]], Split]] = {"cifar": _decode_cifar, "stl": _decode_stl}
+"""How a split is read out of the bytes of its files, by the ``encoding`` of its `Layout`."""
 
 
 def _read_digits(info: DatasetInfo) -> tuple[Split, Split]:

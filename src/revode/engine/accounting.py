@@ -1,11 +1,13 @@
 """Graphs of autograd: bytes that they keep, counted, and skip connections in them.
 
-`SavedTensors` watches everything saved for backward inside a block; `graph_bytes` asks a graph that already exists. Both count
-each storage once and leave out what exists anyway (parameters and other tensors named by the caller).
+`SavedTensors` watches everything saved for backward inside a block, `PeakActivations` also what is let go of again, and
+`graph_bytes` asks a graph that already exists. All count each storage once, and leave out what exists anyway (parameters and
+other tensors named by the caller).
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -44,6 +46,42 @@ class SavedTensors:
     def __exit__(self, *exception: object) -> None:
         self._hooks.__exit__(*exception)
         self._seen.clear()
+
+
+class PeakActivations:
+    """A context that counts the bytes alive for backward while it is entered, and keeps their peak.
+
+    Unlike a count of all that is saved, this sees memory come back: a reversible step saves one branch at a time.
+
+    Args:
+        exclude: Tensors that are alive anyway, usually the parameters.
+    """
+
+    def __init__(self, exclude: Iterable[Tensor] = ()) -> None:
+        self._uses = {tensor.untyped_storage().data_ptr(): 1 for tensor in exclude}
+        self._live = self.num_bytes = 0
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        kept = tensor.detach()  # a node that kept its own output would keep itself
+        entry = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
+        self._count(*entry, 1)
+        weakref.finalize(kept, self._count, *entry, -1).atexit = False  # when the graph lets go of it
+        return kept
+
+    def _count(self, storage: int, num_bytes: int, change: int) -> None:
+        """One more or one less keeps the storage at this address."""
+        before = self._uses.get(storage, 0)
+        self._uses[storage] = before + change
+        self._live += num_bytes * (bool(before + change) - bool(before))
+        self.num_bytes = max(self.num_bytes, self._live)
+
+    def __enter__(self) -> PeakActivations:
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._hooks.__exit__(*exception)
 
 
 def graph_nodes(output: Tensor, inputs: Iterable[Tensor] = ()) -> Iterator[Any]:

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from revode.engine.grid import Grid, with_strides
 from revode.operators import Bias, along_channels
 from revode.schemes import Coupling, is_number
-from revode.vjp import KnownField, Normalize, Record, Statistics
+from revode.vjp import KnownField, Normalize, Record, Statistics, batch_norm
 
 
 def compile_branches(branches: Sequence[nn.Module]) -> None:
@@ -269,7 +269,7 @@ def _normalize_by(statistics: Sequence[Tensor]) -> Normalize:
     def normalize(norm: Any, x: Tensor) -> tuple[Tensor, Statistics]:
         if isinstance(norm, Bias):
             return norm(x), ()
-        wide = x.to(norm.weight.dtype)
+        wide = x.to(batch_norm(norm).weight.dtype)
         if given:
             mean, inverse_std = given.pop(0), given.pop(0)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from functools import singledispatch
 from typing import Any, NamedTuple, cast
@@ -117,6 +118,16 @@ class StagedClassifier(nn.Module):
                 f"{self.config.name} takes images of shape (batch, {self.config.in_channels}, height, width) with edges "
                 f"of at least {smallest}, got {tuple(x.shape)}"
             )
+
+    def with_strategy(self, backprop: str) -> StagedClassifier:
+        """A network of the same parts, with the same parameters, under another strategy and without a memory budget."""
+        stages = []
+        for stage in cast(list[Stage], self.stages):
+            body = stage.body
+            if isinstance(body, ReversibleSequence):
+                body = body.with_strategy(backprop=backprop, memory_budget=None)
+            stages.append(Stage(body, stage.transition, passes_pair=stage.passes_pair))
+        return type(self)(dataclasses.replace(self.config, memory_budget=None), self.stem, stages, self.head)
 
     def measure(self, image_shape: tuple[int, ...], batch: int) -> list[PartCost]:
         """What stem, units, transitions and head cost for a batch of images of this shape."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -155,7 +155,7 @@ def _walk(model: Any, paths: list[str], strategy: str, batch: int, image_shape: 
 
     A tensor that is saved twice is counted where it is saved first. Running statistics stay where they are.
     """
-    twin, parameter = _twin(model, strategy), next(model.parameters())
+    twin, parameter = model.with_strategy(strategy), next(model.parameters())
     x = torch.zeros(batch, *image_shape, dtype=parameter.dtype, device=parameter.device)
     buffers = {name: buffer.clone() for name, buffer in twin.named_buffers()}
     steps: list[_Step] = []
@@ -178,17 +178,6 @@ def _walk(model: Any, paths: list[str], strategy: str, batch: int, image_shape: 
             hooks.callback(module.register_forward_hook(end_part).remove)
         functional_call(twin, buffers, (x,))
     return steps
-
-
-def _twin(model: Any, strategy: str) -> Any:
-    """The network with the same parts under another strategy, and without a budget."""
-    stages = []
-    for stage in model.stages:
-        body = stage.body
-        if isinstance(body, ReversibleSequence):
-            body = body.with_strategy(backprop=strategy, memory_budget=None)
-        stages.append(type(stage)(body, stage.transition, passes_pair=stage.passes_pair))
-    return type(model)(replace(model.config, memory_budget=None), model.stem, stages, model.head)
 
 
 def _num_blocks(module: nn.Module) -> int:

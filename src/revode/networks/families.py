@@ -23,6 +23,7 @@ from torch import nn
 
 from revode.fields import AntisymmetricField, OneLayerField, SymmetricField
 from revode.networks import blocks
+from revode.operators import NORMS
 from revode.schemes import AdditiveCoupling, Leapfrog, MidPoint, Scheme, Verlet
 
 Part = Callable[[Any, int], nn.Module]
@@ -101,7 +102,7 @@ class Family:
     layers_per_block: int
     scheme: type[Scheme] | None = None
     integrates: bool = False
-    norms: tuple[str, ...] = ("none", "batch", "tv")
+    norms: tuple[str, ...] = tuple(NORMS)
     transition: str = "pool_pad"
     defaults: dict[str, Any] = field(default_factory=dict)
     fewest_blocks: int = 1

@@ -22,7 +22,8 @@ from revode import data
 from revode.engine.grid import DEFAULT_BITS
 from revode.files import commit, human_range, human_time, locked, machine, read_json, versions, write_json
 from revode.networks import create_model, describe, model_config
-from revode.training.config import Config, configure, mean_cost, parse_levels
+from revode.operators import NORMS
+from revode.training.config import FREE, Config, configure, mean_cost, parse_levels
 from revode.training.job import count_steps
 from revode.training.planning import fastest
 from revode.training.run import RESULT
@@ -140,14 +141,6 @@ def _flops(model: str, options: str) -> int:
         return describe(create_model(model, **chosen)).flops
 
 
-_NORMS = {"none": "biases", "batch": "batch norm", "tv": "batch-independent norm"}
-
-_FREE = frozenset(
-    "device threads data_root report log_every checkpoint_every tensorboard monitor monitor_every evaluation_batch_size".split()
-)
-"""Settings that leave a run the same run."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class TrainingRun(Task):
     """One training.
@@ -193,7 +186,7 @@ class TrainingRun(Task):
     @property
     def norm(self) -> str:
         """What its blocks have between convolution and activation, in words."""
-        return _NORMS[model_config(self.model, **self.options).norm]
+        return NORMS[model_config(self.model, **self.options).norm].words
 
     @property
     def num_images(self) -> int:
@@ -237,7 +230,7 @@ class TrainingRun(Task):
 
     def identity(self) -> dict[str, Any]:
         ours, usual = self.config(Setup()).leaves(), Config().leaves()
-        return {name: ours[name] for name in ours if name not in _FREE and ours[name] != usual[name]}
+        return {name: ours[name] for name in ours if name not in FREE and ours[name] != usual[name]}
 
     @property
     def batch_size(self) -> int:

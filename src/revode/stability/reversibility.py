@@ -86,11 +86,12 @@ def unit_reconstruction_errors(model: nn.Module, images: Tensor) -> list[float]:
     return [reconstruction_error(resized(unit), x) for unit, x in unit_inputs(*prepared(model, images, None))]
 
 
-def reconstruction_profile(sequence: ReversibleSequence, x: Tensor) -> list[float]:
+def reconstruction_profile(sequence: ReversibleSequence, x: Tensor | State) -> list[float]:
     """The relative error of the state on the way back: at the entrance, then after each step; the last is 0."""
     with torch.no_grad():
         states = list(sequence.states(x))
-        back = reversed(list(sequence.states_back(cast(State, states[-1]))))
+        started = None if isinstance(x, Tensor) else True
+        back = reversed(list(sequence.states_back(cast(State, states[-1]), started=started)))
         errors = [relative_error(members(found), members(state)) for found, state in zip(back, states, strict=True)]
     return errors[:: sequence.scheme.fields_per_step]
 

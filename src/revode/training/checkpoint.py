@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from revode.files import write_atomically
-from revode.training.config import LEAVES, Config, flatten, from_leaves, read_yaml
+from revode.training.config import FREE, LEAVES, Config, flatten, from_leaves, read_yaml
 from revode.training.distributed import Group, copy_whole, whole
 from revode.training.job import Job
 
@@ -214,11 +214,8 @@ def restore_random_states(states: dict[str, Any]) -> None:
         torch.cuda.set_rng_state_all(states["cuda"])
 
 
-_FREE = frozenset(
-    "device threads data_root report log_every checkpoint_every tensorboard monitor monitor_every evaluation_batch_size "
-    "epochs max_steps".split()
-)
-"""Settings that may change on resume: where and how it runs, what it writes down, and how long it goes on."""
+_FREE = FREE | {"epochs", "max_steps"}
+"""Settings that may change on resume: those, and how long it goes on."""
 
 
 def find_source(

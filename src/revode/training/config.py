@@ -177,6 +177,10 @@ LEAVES = {
 }
 """Every setting by its name, which is unique over the tree."""
 
+FREE = frozenset(
+    "device threads data_root report log_every checkpoint_every tensorboard monitor monitor_every evaluation_batch_size".split()
+)
+"""Settings that leave a run the same run: where and how it runs, and what it writes down."""
 
 _LEVEL = re.compile(r"(\d+)@(\d+):(\d+)")
 

@@ -39,6 +39,7 @@ from revode.training.run import (
     finish,
     images_as_seen,
     remove_run,
+    remove_unfinished,
     vacant_folder,
 )
 from revode.training.terminal import Interrupted, Interruption, Progress
@@ -418,6 +419,7 @@ def _open_metrics(
             from torch.utils.tensorboard import SummaryWriter as make_board
         except ImportError as error:
             raise ValueError(f"--tensorboard needs the package tensorboard ({error}); install revode[train]") from error
+    remove_unfinished(folder)
     if overwrite:
         remove_run(folder)
     write_atomically(folder / CONFIG, config.to_yaml())

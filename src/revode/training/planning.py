@@ -5,19 +5,17 @@ Everything is measured on networks of its own, with the random states restored, 
 
 from __future__ import annotations
 
-import copy
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from revode.engine import ReversibleSequence
+from revode.engine.accounting import PeakActivations
 from revode.files import human_bytes, human_range
-from revode.networks import StagedClassifier
 from revode.training.job import Job
 
 _LONG = 10.0
@@ -25,50 +23,6 @@ _LONG = 10.0
 
 _MOST_RUNS, _ENOUGH = 7, 2.0
 """Runs of a step that is timed, and seconds after which there are no more."""
-
-
-class PeakActivations:
-    """A context that counts the bytes alive for backward while it is entered, and keeps their peak.
-
-    Unlike a count of all that is saved, this sees memory come back: a reversible step saves one branch at a time.
-
-    Args:
-        exclude: Tensors that are alive anyway, usually the parameters.
-    """
-
-    def __init__(self, exclude: Iterable[Tensor] = ()) -> None:
-        self._uses = {tensor.untyped_storage().data_ptr(): 1 for tensor in exclude}
-        self._live = self.num_bytes = 0
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(
-            lambda tensor: _Held(tensor, self), lambda held: held.tensor
-        )
-
-    def count(self, storage: int, num_bytes: int, change: int) -> None:
-        """One more or one less keeps the storage at this address."""
-        before = self._uses.get(storage, 0)
-        self._uses[storage] = before + change
-        self._live += num_bytes * (bool(before + change) - bool(before))
-        self.num_bytes = max(self.num_bytes, self._live)
-
-    def __enter__(self) -> PeakActivations:
-        self._hooks.__enter__()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._hooks.__exit__(*exception)
-
-
-class _Held:
-    """A saved tensor that tells the counter when the graph lets go of it."""
-
-    def __init__(self, tensor: Tensor, counter: PeakActivations) -> None:
-        self.tensor = tensor.detach()  # a node that kept its own output would keep itself
-        self._counter = counter
-        self._entry = (tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes())
-        counter.count(*self._entry, 1)
-
-    def __del__(self) -> None:
-        self._counter.count(*self._entry, -1)
 
 
 def make_plan(job: Job) -> dict[str, Any]:
@@ -107,7 +61,7 @@ def make_plan(job: Job) -> dict[str, Any]:
             model.eval()(torch.zeros_like(images[:1]))
         for name in memory.keys() - {own}:
             # Activations grow linearly with the batch. (Batch norm over a single pixel cannot train on one image.)
-            two, three = (peak(_under(model, name), count) for count in (2, 3))
+            two, three = (peak(model.with_strategy(name).train(), count) for count in (2, 3))
             memory[name] = two + (three - two) * (size - 2)
         model.train()
         seconds = fastest(timed, job.group.device) * settings.accumulate
@@ -119,16 +73,6 @@ def make_plan(job: Job) -> dict[str, Any]:
         "seconds_per_step": seconds,
         "num_steps": job.num_steps,
     }
-
-
-def _under(model: StagedClassifier, strategy: str) -> StagedClassifier:
-    """A copy of a reversible network that computes its gradients by another strategy, and has no memory budget."""
-    twin = copy.deepcopy(model).train()
-    twin.config = twin.config.with_options(memory_budget=None)
-    for stage in twin.stages:
-        if isinstance(stage.body, ReversibleSequence):
-            stage.body = stage.body.with_strategy(backprop=strategy, memory_budget=None)
-    return twin
 
 
 def plan_lines(plan: dict[str, Any]) -> list[str]:

@@ -283,7 +283,7 @@ def _over_depth(page: Page, units: Mapping[str, list[float]], label: str, captio
 
 @torch.no_grad()
 def reconstruction_errors(model: nn.Module, images: Tensor) -> dict[str, list[float]]:
-    """Unit -> ‖state computed back - state‖ / ‖state‖ before each of its blocks, after walking back from its end.
+    """Unit -> relative error of the state before each of its blocks, after walking back from its end.
 
     A unit whose final pair alone does not tell the way back has no numbers.
     """
@@ -291,16 +291,12 @@ def reconstruction_errors(model: nn.Module, images: Tensor) -> dict[str, list[fl
 
 
 def _errors(unit: ReversibleSequence, x: Any) -> list[float]:
-    states: list[Any] = list(unit.states(x))
+    from revode.stability import reconstruction_profile
+
     try:
-        back = list(unit.states_back(states[-1], started=isinstance(x, tuple) or None))
+        return reconstruction_profile(unit, x)[:-1]
     except ValueError:
         return []
-    errors = [
-        float((found - state).norm() / state.norm().clamp(min=1e-30))
-        for (_, found), (_, state) in zip(reversed(back), states, strict=True)
-    ]
-    return errors[: -1 : unit.scheme.fields_per_step]
 
 
 def _classes(page: Page, run: Run) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import itertools
 import json
 import os
 import shlex
@@ -65,9 +66,17 @@ def remove_run(folder: Path) -> None:
     """Remove the files of a run and what was made of it, and nothing else, from `folder`."""
     for name in FILES:
         (folder / name).unlink(missing_ok=True)
-    for pattern in (*_DERIVED, ".*.part"):
-        for path in folder.glob(pattern):
-            path.unlink(missing_ok=True)
+    _remove(folder, *_DERIVED, ".*.part")
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what a killed process has left of a checkpoint; for whoever holds the lock of the run."""
+    _remove(folder, ".*.ckpt.*.part")
+
+
+def _remove(folder: Path, *patterns: str) -> None:
+    for path in itertools.chain.from_iterable(map(folder.glob, patterns)):
+        path.unlink(missing_ok=True)
 
 
 class MetricsLog:
