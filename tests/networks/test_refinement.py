@@ -195,3 +195,25 @@ def test_step_sizes_are_one_or_one_for_each_unit():
         revode.create_model("hamiltonian-26", h=[0.2, 0.1, 0.0])
     with pytest.raises(ValueError, match="the same everywhere"):
         revode.create_model("midpoint-26", transition="squeeze", h=[0.1, 0.2, 0.1])
+
+
+@pytest.mark.parametrize("model", ["hamiltonian-38", torch.nn.Linear(2, 2)])
+def test_only_networks_are_refined(model):
+    with pytest.raises(ValueError, match=r"take a network of revode\.create_model for images"):
+        revode.refine(model, "hamiltonian-74")
+
+
+@torch.no_grad()
+def test_damping_over_the_same_time_stays():
+    model = revode.create_model("hamiltonian-146", channels=(4, 8, 8), norm="none", horizon=1.0, init="smooth", damping=0.05).eval()
+    deep = revode.refine(model, "hamiltonian-290")
+    assert (1 - deep.config.damping) ** 2 == pytest.approx(0.95)
+    x = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    assert distance(deep.features(x), model.features(x)) < 0.1
+
+
+def test_a_u_net_is_refined_on_its_way_down_and_up():
+    model = revode.create_model("unet-2d", blocks=(2, 2, 2), channels=(4, 16, 16), num_classes=2)
+    deep = revode.refine(model, "unet-2d")
+    assert deep.config.blocks == (4, 4, 4)
+    assert deep.config.h == pytest.approx(model.config.h / 2)

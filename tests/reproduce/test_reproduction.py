@@ -14,7 +14,7 @@ import torch
 from revode.cli import main
 from revode.files import locked
 from revode.reproduce.accuracy import spread
-from revode.reproduce.depth import StepCost
+from revode.reproduce.depth import OverDepth, StepCost
 from revode.reproduce.item import Budget, Findings, Item, Table, find_item, reproduce
 from revode.reproduce.task import Setup, Task, TrainingRun
 from revode.training.distributed import Group
@@ -212,6 +212,7 @@ def test_trainings_in_processes_have_directories_and_a_command_of_their_own(tmp_
     one, two = Setup(tmp_path), Setup(tmp_path, processes=2)
     assert one.folder(run) != two.folder(run)
     assert one.folder(cost) == two.folder(cost)
+    assert one.folder(OverDepth(run=run)) != two.folder(OverDepth(run=run))
     found = reproduce(tiny_item(run), two, tmp_path / "out")
     assert not found.problems
     assert "`revode reproduce quick-74 --budget smoke --processes 2`" in (tmp_path / "out" / "quick-74.md").read_text()

@@ -15,6 +15,7 @@ from revode.training import Interrupted, configure, load_run, train
 from revode.training.config import Level, mean_cost, num_epochs, parse_levels
 from revode.training.distributed import Group, train_in_processes
 from revode.training.job import Job
+from revode.training.run import score_run
 
 LEVELS = "26@4:1,26@8:1,38@8:1"
 SETTINGS = {
@@ -115,6 +116,35 @@ def test_stopped_at_any_step_it_resumes_to_the_same_bits(step, finished, tmp_pat
     assert load_run(tmp_path / "run").model.num_layers == (26 if step <= 16 else 38)
     train(config, tmp_path / "run", resume="auto")
     assert_same_bits(tmp_path / "run", finished)
+
+
+def test_cut_short_it_is_the_network_and_the_images_of_its_last_level(tmp_path, capsys):
+    result = train(levelled(max_steps=5), tmp_path / "run")
+    assert "ends before its last level: these are hamiltonian-26's on images of edge 4" in capsys.readouterr().out
+    network = revode.load(tmp_path / "run" / "model.safetensors")
+    assert result["model"] == "hamiltonian-26"
+    assert result["params"] == sum(p.numel() for p in network.parameters())
+    assert network.config.image_size == 4
+    assert score_run(load_run(tmp_path / "run")).accuracy == result["test_accuracy"]
+
+
+def test_the_steps_of_a_recipe_do_not_cut_levels():
+    config = configure(model="hamiltonian-1202", dataset="cifar10", levels="602@16:60,1202@32:30")
+    assert (config.optimization.epochs, config.optimization.max_steps) == (90, None)
+
+
+def test_an_edge_that_a_network_cannot_take_is_refused_before_anything_is_trained(tmp_path):
+    options = {"blocks": [2, 2], "channels": [2, 8], "transition": "squeeze"}
+    config = levelled(name="hamiltonian-digits", options=options, levels="18@4:1,18@5:1,18@8:1")
+    with pytest.raises(ValueError, match="image_size must be a multiple of 2, got 5"):
+        train(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_time_left_knows_that_later_levels_cost_more():
+    job = Job(levelled(), Group(0, 1, torch.device("cpu")))
+    costs = [26 * 16] * 8 + [26 * 64] * 8 + [38 * 64] * 8
+    assert [job.work(step) for step in (0, 8, 13, 24)] == [sum(costs[:step]) for step in (0, 8, 13, 24)]
 
 
 def test_the_best_weights_are_of_the_last_level(tmp_path):

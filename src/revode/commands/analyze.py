@@ -78,7 +78,8 @@ def run(args: argparse.Namespace) -> int:
     source = ""
     for subject, model in networks:
         images, labels, source = _images(name, args.data_root, args.num_images, model)
-        label = model.config.name + (f" ({Path(subject).name})" if Path(subject).exists() else "")
+        whose = Path(subject).name if Path(subject).exists() else args.pretrained if model is first else None
+        label = model.config.name + (f" ({whose})" if whose else "")
         note = lambda line: passing(f"measuring: {line}")  # noqa: E731
         results.append(analyze(model, images, labels, name=label, seed=args.seed, note=note))
     passing("")
@@ -89,7 +90,8 @@ def run(args: argparse.Namespace) -> int:
         print(summary(results, source))
     if args.out or not args.json:
         path = Path(args.subject)
-        own = path if path.is_dir() else Path("runs") / f"{path.stem if path.is_file() else args.subject}-stability"
+        stem = path.stem if path.is_file() else "-".join(filter(None, [args.subject, args.pretrained]))
+        own = path if path.is_dir() else Path("runs") / f"{stem}-stability"
         page = write_page(results, args.out or own, source)
         print(f"\npage: {page}", file=sys.stderr if args.json else sys.stdout)
     return 0

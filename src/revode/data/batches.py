@@ -154,7 +154,7 @@ def standardise(
 
 
 def resample(images: Tensor, edge: int) -> Tensor:
-    """Images of this edge: means over the areas that its pixels cover."""
+    """Images of this edge: each pixel is the mean of those that it touches."""
     return images if images.shape[-1] == edge else F.adaptive_avg_pool2d(images, edge)
 
 

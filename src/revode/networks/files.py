@@ -21,8 +21,8 @@ FORMAT = "revode-network-1"
 """What the file says it is; the number rises when older versions cannot read it."""
 PRETRAINED = Path(__file__).parent / "pretrained"
 """Weights that come with the package, as ``<network>-<data set>.safetensors``."""
-FREE_OPTIONS = ("backprop", "exact", "anchor_every", "memory_budget", "verify", "compile")
-"""How gradients are computed: what trained weights leave open."""
+FREE_OPTIONS = ("backprop", "exact", "anchor_every", "memory_budget", "verify", "compile", "image_size")
+"""What trained weights leave open: how gradients are computed, and the size of the images."""
 
 
 def save(model: StagedClassifier | GPT, path: str | os.PathLike[str]) -> None:

@@ -40,7 +40,7 @@ def refine(model: StagedClassifier, name: str, batches: Iterable[Tensor] | None 
     Returns:
         A new network; `model` stays as it is.
     """
-    config = config_at_depth(model.config, name)
+    config = _config_of(model, name)
     if sum(config.blocks) < sum(model.config.blocks):
         raise ValueError(f"{name} is shallower than {model.config.name}; refine needs a deeper one, use coarsen")
     return _resampled(model, config, batches)
@@ -48,10 +48,18 @@ def refine(model: StagedClassifier, name: str, batches: Iterable[Tensor] | None 
 
 def coarsen(model: StagedClassifier, name: str, batches: Iterable[Tensor] | None = None) -> StagedClassifier:
     """The counterpart of `refine`: the shallower network with the kernels of `model` at fewer times, and longer steps."""
-    config = config_at_depth(model.config, name)
+    config = _config_of(model, name)
     if sum(config.blocks) > sum(model.config.blocks):
         raise ValueError(f"{name} is deeper than {model.config.name}; coarsen needs a shallower one, use refine")
     return _resampled(model, config, batches)
+
+
+def _config_of(model: StagedClassifier, name: str) -> NetworkConfig:
+    if not isinstance(model, StagedClassifier):
+        raise ValueError(
+            f"refine and coarsen take a network of revode.create_model for images, got {type(model).__name__}"
+        )
+    return config_at_depth(model.config, name)
 
 
 Share = tuple[str, str, float]
@@ -96,7 +104,10 @@ class Resampling:
 
 
 def config_at_depth(config: NetworkConfig, name: str) -> NetworkConfig:
-    """The config with the blocks of the network `name`, and the step sizes that leave the time at each width as it is."""
+    """The config with the blocks of the network `name`, and the step sizes that leave the time at each width as it is.
+
+    Damping over the same time stays as it is, too, as nearly as one number for all units can say it.
+    """
     wanted = model_config(name)
     if not config.row.integrates:
         raise ValueError(
@@ -115,8 +126,9 @@ def config_at_depth(config: NetworkConfig, name: str) -> NetworkConfig:
             "give every unit at least 2 blocks"
         )
     ratios = [own / new for own, new in zip(config.stage_blocks, target.stage_blocks, strict=True)]
-    h = tuple(config.step_size(unit) * ratio for unit, ratio in enumerate(ratios))
-    return dataclasses.replace(target, h=h, horizon=None)
+    h = tuple(config.step_size(unit) * ratios[unit] for unit in range(len(config.blocks)))
+    damping = 1.0 - (1.0 - config.damping) ** (sum(config.blocks) / sum(target.blocks))
+    return dataclasses.replace(target, h=h, horizon=None, damping=damping)
 
 
 def _resampled(model: StagedClassifier, config: NetworkConfig, batches: Iterable[Tensor] | None) -> StagedClassifier:

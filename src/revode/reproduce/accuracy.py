@@ -116,7 +116,13 @@ QUICK_74 = {
 
 # Small images first (docs/multilevel.md). Everything is stored: 0.5 GB for 128 images, and the fastest way on a CPU.
 LEVELS_74 = {
-    "smoke": smoke([QUICK]),
+    "smoke": Budget(
+        SMOKE_NOTE,
+        "smoke on digits",
+        trainings(
+            [QUICK], **{**SMOKE, "settings": {"levels": "18@4:1,18@8:1", "batch_size": 256, "log_every": 1, **SHORT}}
+        ),
+    ),
     "cpu": Budget(
         "CPU budget: 32 epochs of 50,000 images, 10 of them at 16x16, 13 at 24x24 and 9 at 32x32, with batch norm and h = 1 in "
         "the blocks; not the paper's schedule of 160 epochs, nor its biases and h = 0.1.",

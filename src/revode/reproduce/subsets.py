@@ -125,7 +125,7 @@ def show_subset(budget: Budget, outcomes: list[Outcome]) -> Findings:
 
 
 CHOSEN: dict[str, tuple[str, dict[str, Any], float]] = {
-    "hamiltonian, batch norm": (HAMILTONIAN, {"norm": "batch", "h": 1.0}, 0.05),
+    "hamiltonian, batch norm": (HAMILTONIAN, {"norm": "batch", "h": 1.0}, 0.2),
     "resnet, batch norm": (RESNET, {"norm": "batch"}, 0.2),
     "hamiltonian, biases": (HAMILTONIAN, {"norm": "none", "h": 0.1}, 0.05),
     "resnet, biases": (RESNET, {"norm": "none"}, 0.05),
@@ -138,10 +138,10 @@ LAST = 0.1
 """Share of the steps over which the training loss is averaged, and its slope is taken."""
 
 
-def _small_data(num_steps: int) -> list[TrainingRun]:
-    """The four networks on 4 % of CIFAR-10 for this many steps."""
+def _small_data(num_steps: int, share: float = SHARE) -> list[TrainingRun]:
+    """The four networks on a share of CIFAR-10 for this many steps."""
     alike = {"epochs": None, "max_steps": num_steps, "batch_size": BATCH, "backprop": "store", "exact": 0, **SHORT}
-    row: dict[str, Any] = {"dataset": "cifar10", "recipe": "quick", "fraction": SHARE}
+    row: dict[str, Any] = {"dataset": "cifar10", "recipe": "quick", "fraction": share}
     return [
         TrainingRun(model=model, label=label, options=options, settings={**alike, "lr": rate}, **row)
         for label, (model, options, rate) in CHOSEN.items()

@@ -57,7 +57,7 @@ class Setup:
     def folder(self, task: Task) -> Path:
         """The directory of a task: its name for people, and a digest of all that decides its result."""
         name = task.slug
-        if isinstance(task, TrainingRun):
+        if isinstance(getattr(task, "run", task), TrainingRun):  # a training, or what looks at one
             name += f"-in-{self.processes}" if self.processes > 1 else ""
             name += f"-{self.autocast}" if self.autocast != "none" else ""
         return self.home / f"{name}-{task.digest}"

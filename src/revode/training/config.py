@@ -19,7 +19,7 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from revode.files import nearest, unknown
 
@@ -185,8 +185,7 @@ FREE = frozenset(
 _LEVEL = re.compile(r"(\d+)@(\d+):(\d+)")
 
 
-@dataclass(frozen=True)
-class Level:
+class Level(NamedTuple):
     """A network of so many layers on images of this edge, for so many epochs."""
 
     layers: int
@@ -480,7 +479,7 @@ def configure(config_file: str | None = None, **settings: Any) -> Config:
     if recipe not in RECIPES:
         raise unknown("recipe", recipe, RECIPES)
     if given.get("levels"):
-        given.setdefault("epochs", num_epochs(parse_levels(given["levels"])))
+        given = {"epochs": num_epochs(parse_levels(given["levels"])), "max_steps": None} | given  # not the recipe's
     return from_leaves({**RECIPES[recipe], **given, "recipe": recipe})
 
 

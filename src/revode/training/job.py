@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -33,7 +34,7 @@ def build_model(config: Config, info: data.DatasetInfo, level: int = -1) -> Stag
 
 
 def level_networks(config: Config, info: data.DatasetInfo) -> list[NetworkConfig]:
-    """The network of every level; just the one that is named, where there are no levels.
+    """The network of every level, its ``image_size`` the level's edge; just the one that is named, where there are no levels.
 
     In depth (Chang et al. 2018) a level starts with the weights of the one before, refined in time; in resolution (Haber et
     al. 2017) with the same weights on images whose pixels are averaged over fewer.
@@ -47,8 +48,8 @@ def level_networks(config: Config, info: data.DatasetInfo) -> list[NetworkConfig
             f"the last of the levels has {levels[-1].layers} layers on images of edge {levels[-1].edge}; expected "
             f"{last.name}'s {last.num_layers} layers and the data set's edge {info.image_size}"
         )
-    depths = [level.layers for level in levels]
-    return [last if n == last.num_layers else config_at_depth(last, f"{last.family}-{n}") for n in depths]
+    depths = {n: last if n == last.num_layers else config_at_depth(last, f"{last.family}-{n}") for n, _, _ in levels}
+    return [replace(depths[level.layers], image_size=level.edge) for level in levels]
 
 
 def network_options(config: Config, info: data.DatasetInfo) -> dict[str, Any]:
@@ -139,11 +140,25 @@ class Job:
         """The level of the update from `step` to `step + 1`; behind the end it is the last."""
         return min(bisect.bisect_right(self.level_ends, step), len(self.level_ends) - 1)
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether it is at a level before the last: at the end of a run, ``max_steps`` came first."""
+        return self.level < len(self.level_networks) - 1
+
+    def work(self, step: int) -> float:
+        """What the updates up to `step` cost, in proportion: layers and areas of images count."""
+        costs = [network.num_layers * network.image_size**2 for network in self.level_networks]
+        spans = zip(costs, [0, *self.level_ends], self.level_ends, strict=False)
+        return sum(cost * (min(step, end) - start) for cost, start, end in spans if step > start)
+
     def enter_level(self, level: int, epoch: int) -> None:
         """Go on at another level: weights, momenta and averages go with it, statistics are measured anew."""
         self.level = level
-        if self.level_networks[level] != cast(StagedClassifier, self.model).config:
+        model, wanted = cast(StagedClassifier, self.model), self.level_networks[level]
+        if replace(model.config, image_size=wanted.image_size) != wanted:
             self._refine()
+        else:
+            model.config = wanted
         self._measure_statistics(epoch)
         with self.averaged():
             if self.average is not None:
@@ -240,7 +255,7 @@ class Job:
 
     def image_edge(self, level: int | None = None) -> int:
         """The edge of images at this level, or at another."""
-        return self.levels[self.level if level is None else level].edge if self.levels else self.dataset.image_size
+        return self.level_networks[self.level if level is None else level].image_size
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The precision of the forward pass."""

@@ -112,7 +112,7 @@ def train(
         metrics = _open_metrics(job.config, folder, state, home, overwrite) if group.leads else None
         if metrics is not None:
             stack.callback(metrics.close)
-        with Progress(job.num_steps, job.config.optimization.batch_size, not group.leads) as progress:
+        with Progress(job.num_steps, config.optimization.batch_size, not group.leads, job.work) as progress:
             training = Training(job, folder, plan, position, metrics, progress, interruption, watchers)
             training.announce()
             try:
@@ -167,7 +167,9 @@ class Training:
                 return
 
             if job.level_at(position.step) != job.level:
+                began = time.perf_counter()
                 self._enter_level()
+                position.seconds_scoring += time.perf_counter() - began
             self.epoch, self.indices = next(batches)
             self.compute_gradient()
             if job.group.device.type == "cpu":  # nothing waits, so that no update ruins the weights
@@ -310,7 +312,7 @@ class Training:
         epoch = (position.step - 1) // self.job.steps_per_epoch
         self._write(kind="evaluation", epoch=epoch, split=name, loss=score.loss, accuracy=score.accuracy)
         self.progress.line(f"epoch {epoch + 1:>3}  {name} loss {score.loss:.3f}  accuracy {score.accuracy:6.2%}")
-        chooses = name == "validation" and self.job.level == len(self.job.level_networks) - 1
+        chooses = name == "validation" and not self.job.is_cut
         if chooses and (position.best_accuracy is None or score.accuracy >= position.best_accuracy):
             position.best_accuracy, position.best_step = score.accuracy, position.step
             self._save(BEST)

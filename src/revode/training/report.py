@@ -143,7 +143,7 @@ def _memory(page: Page, run: Run) -> None:
 
 def _walk(page: Page, run: Run, dataset: data.Dataset) -> None:
     """Images found back by walking back, and what one looks like on its way."""
-    seen, _ = images_as_seen(dataset, dataset.test or dataset.train, _COLUMNS)
+    seen, _ = images_as_seen(dataset, dataset.test or dataset.train, _COLUMNS, run.model.config.image_size)
     walked = walk_back(run.model, seen)
     if walked is None:
         return
@@ -247,7 +247,8 @@ def _picture(state: tuple[Tensor | None, Tensor]) -> Tensor:
 
 def _depth(page: Page, run: Run, dataset: data.Dataset) -> None:
     """Reconstruction error and gradient over depth, a curve for each unit."""
-    images, labels = images_as_seen(dataset, dataset.test or dataset.train, _NUM_PROFILE_IMAGES)
+    edge = run.model.config.image_size
+    images, labels = images_as_seen(dataset, dataset.test or dataset.train, _NUM_PROFILE_IMAGES, edge)
     errors = reconstruction_errors(run.model, images)
     if not errors:
         return
@@ -328,7 +329,8 @@ def _predictions(page: Page, run: Run, dataset: data.Dataset, test: data.Split) 
     names = dataset.class_names
     for indices in data.evaluation_batches(len(test), _SCAN):
         batch = test.take(indices)
-        confidences, predictions = run.model(data.standardise(batch.images, dataset)).softmax(1).max(1)
+        x = data.resample(data.standardise(batch.images, dataset), run.model.config.image_size)
+        confidences, predictions = run.model(x).softmax(1).max(1)
         for image, label, taken, sure in zip(
             batch.images, batch.labels.tolist(), predictions.tolist(), confidences.tolist(), strict=True
         ):

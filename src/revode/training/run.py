@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from revode import data
 from revode.data import DatasetInfo, Split
 from revode.files import commit, machine, read_json, read_json_lines, unwritable, versions, write_atomically, write_json
+from revode.networks import StagedClassifier
 from revode.networks.files import load, load_pretrained, save
 from revode.training.checkpoint import CONFIG, FILES, METRICS, REPORT, RESULT, WEIGHTS, Position, read_newest
 from revode.training.config import Config, from_leaves, read_yaml
@@ -206,14 +207,14 @@ class Run:
     Attributes:
         folder: The directory.
         config: Its configuration.
-        model: Its network, in evaluation mode.
+        model: Its network, in evaluation mode; ``model.config.image_size`` is the edge of the images it was trained on last.
         weights_of: Which weights these are, in words.
         result: What ``result.json`` holds; empty before the run is finished.
     """
 
     folder: Path
     config: Config
-    model: nn.Module
+    model: StagedClassifier
     weights_of: str
     result: dict[str, Any]
 
@@ -255,7 +256,8 @@ def score_run(run: Run, split: str = "test", data_root: str | None = None) -> Sc
     images = choose_split(run.config, dataset, split).to(device)
     size = run.config.record.evaluation_batch_size
     note = lambda done, total: passing(f"scoring: {done / total:.0%}")  # noqa: E731
-    score = evaluate(run.model, images, dataset, Group(0, 1, device), batch_size=size, note=note)
+    edge = run.model.config.image_size
+    score = evaluate(run.model, images, dataset, Group(0, 1, device), batch_size=size, edge=edge, note=note)
     passing("")
     assert score is not None
     return score
@@ -273,10 +275,12 @@ def choose_split(config: Config, dataset: data.Dataset, name: str) -> data.Split
     return held_out
 
 
-def images_as_seen(dataset: data.Dataset, split: data.Split, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first `count` images of a split, standardised, and their labels."""
+def images_as_seen(
+    dataset: data.Dataset, split: data.Split, count: int, edge: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first `count` images of a split, standardised and resampled to `edge`, and their labels."""
     batch = split.take(torch.arange(min(count, len(split))))
-    return data.standardise(batch.images, dataset), batch.labels
+    return data.resample(data.standardise(batch.images, dataset), edge or dataset.image_size), batch.labels
 
 
 def finish(
@@ -300,6 +304,10 @@ def finish(
     accuracy = "no test images" if score is None else f"test accuracy {score.accuracy:.2%}"
     print(f"done: {accuracy} after {result['steps']} steps in {result['seconds']:.1f} s")
     print(f"      ({result['images_per_second']:.0f} images/s, weights of the {weights_of})")
+    if job.is_cut:
+        print(
+            f"      it ends before its last level: these are {result['model']}'s on images of edge {job.image_edge()}"
+        )
     for name in (WEIGHTS, RESULT):
         print(f"  {folder / name}")
     if not job.config.record.report:
@@ -323,10 +331,10 @@ def make_result(
     """What ``result.json`` holds; accuracies are fractions."""
     config, trained = job.config, position.seconds - position.seconds_scoring
     return {
-        "model": config.model.name,
+        "model": job.level_networks[job.level].name if job.is_cut else config.model.name,
         "dataset": config.data.dataset,
         "recipe": config.recipe,
-        "params": plan["params"],
+        "params": sum(parameter.numel() for parameter in job.model.parameters() if parameter.requires_grad),
         "test_accuracy": None if score is None else score.accuracy,
         "test_loss": None if score is None else score.loss,
         "validation_accuracy": position.best_accuracy,

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -35,13 +36,21 @@ class Progress:
         num_steps: Updates in the run.
         images_per_step: Size of the global batch.
         silent: Whether to say nothing at all.
+        work: What the updates up to a step cost, in any unit.
 
     Attributes:
         logged: The last line of metrics in words, which is shown until there is another.
     """
 
-    def __init__(self, num_steps: int, images_per_step: int, silent: bool = False) -> None:
+    def __init__(
+        self,
+        num_steps: int,
+        images_per_step: int,
+        silent: bool = False,
+        work: Callable[[int], float] = float,
+    ) -> None:
         self._num_steps = num_steps
+        self._work = work
         self._images_per_step = images_per_step
         self._silent = silent
         self._bar: Any = None
@@ -76,7 +85,7 @@ class Progress:
         if not self._due():
             return
         step = position.step
-        left = human_time((self._num_steps - step) * position.seconds / max(1, step))
+        left = human_time(position.seconds * (self._work(self._num_steps) / max(1, self._work(step)) - 1))
         speed = step * self._images_per_step / max(1e-9, position.seconds - position.seconds_scoring)
         self._show(step, f"{self.logged}{speed:.0f} images/s  {left} left  {memory_in_use()}")
 
