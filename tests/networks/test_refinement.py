@@ -205,7 +205,9 @@ def test_only_networks_are_refined(model):
 
 @torch.no_grad()
 def test_damping_over_the_same_time_stays():
-    model = revode.create_model("hamiltonian-146", channels=(4, 8, 8), norm="none", horizon=1.0, init="smooth", damping=0.05).eval()
+    model = revode.create_model(
+        "hamiltonian-146", channels=(4, 8, 8), norm="none", horizon=1.0, init="smooth", damping=0.05
+    ).eval()
     deep = revode.refine(model, "hamiltonian-290")
     assert (1 - deep.config.damping) ** 2 == pytest.approx(0.95)
     x = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))

@@ -13,8 +13,11 @@ import torch
 from tiny_runs import FLAGS, assert_same_bits, command, read_rows, tiny, without_batch_statistics
 
 import revode
+from revode.engine import DriftWarning, ReversalError
 from revode.training import Diverged, Interrupted, configure, load_run, run, train
+from revode.training.distributed import Group
 from revode.training.job import Job
+from revode.training.planning import make_plan
 
 ALL_FEATURES = {"ema": 0.9, "schedule": "one-cycle", "label_smoothing": 0.1, "clip": 1.0, "nesterov": True}
 
@@ -252,9 +255,15 @@ def test_batch_statistics_are_shared_but_not_in_the_network_that_rank_0_plans_wi
     assert "over all processes" in job.notes[0]
 
 
-def test_planning_changes_no_bit_of_the_weights(tmp_path):
-    from revode.training.distributed import Group
+def test_a_plan_of_a_stored_run_does_not_mind_that_its_network_cannot_be_reversed():
+    """Warnings are errors here, and a walk back that misses raises."""
+    group, options = Group(0, 1, torch.device("cpu")), {"blocks": [8, 8], "channels": [16, 32], "h": 3.0}
+    with pytest.raises((ReversalError, DriftWarning)):
+        make_plan(Job(tiny(options=options, backprop="reversible"), group))
+    assert make_plan(Job(tiny(options=options, backprop="store"), group))["activation_bytes"]["reversible"] > 0
 
+
+def test_planning_changes_no_bit_of_the_weights(tmp_path):
     torch.manual_seed(5)
     job = Job(tiny(), Group(0, 1, torch.device("cpu")))
     train(tiny(max_steps=1, lr=0.0), tmp_path / "run")

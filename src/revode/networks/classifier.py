@@ -119,13 +119,18 @@ class StagedClassifier(nn.Module):
                 f"of at least {smallest}, got {tuple(x.shape)}"
             )
 
-    def with_strategy(self, backprop: str) -> StagedClassifier:
-        """A network of the same parts, with the same parameters, under another strategy and without a memory budget."""
+    def with_strategy(self, backprop: str, **changes: Any) -> StagedClassifier:
+        """A network of the same parts, with the same parameters, under another strategy and without a memory budget.
+
+        Args:
+            backprop: the strategy.
+            changes: further ones, as ``ReversibleSequence.with_strategy`` takes them.
+        """
         stages = []
         for stage in cast(list[Stage], self.stages):
             body = stage.body
             if isinstance(body, ReversibleSequence):
-                body = body.with_strategy(backprop=backprop, memory_budget=None)
+                body = body.with_strategy(backprop=backprop, memory_budget=None, **changes)
             stages.append(Stage(body, stage.transition, passes_pair=stage.passes_pair))
         return type(self)(dataclasses.replace(self.config, memory_budget=None), self.stem, stages, self.head)
 
