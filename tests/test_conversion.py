@@ -292,6 +292,91 @@ def test_what_cannot_be_converted_gets_one_sentence(change: Callable[[], Any], m
         change()
 
 
+class Loop(nn.Module):
+    """Loops that do more than hand the state on."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.blocks = nn.ModuleList(Block(6) for _ in range(5))
+        self.scales = nn.Parameter(torch.linspace(0.5, 1.5, 30).view(5, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, (block, scale) in enumerate(zip(self.blocks, self.scales, strict=True)):
+            if self.kind == "skips" and index == 2:
+                continue
+            if self.kind == "changes" and index == 2:
+                x = 2 * x
+            x = block(x, scale if self.kind == "own arguments" else self.scales[0], shift=0.1)
+            if self.kind == "leaves" and index == 2:
+                break
+        return x
+
+
+@pytest.mark.parametrize("scheme", [BDIA(), BLEND], ids=repr)
+def test_blocks_that_are_given_arguments_of_their_own(scheme: Any) -> None:
+    torch.manual_seed(0)
+    model, x = Loop("own arguments").double(), torch.randn(4, 6, dtype=torch.float64)
+    plain = model.eval()(x)
+    ours = revode.convert(copy.deepcopy(model), "blocks", scheme)
+    stored = revode.convert(copy.deepcopy(model), "blocks", scheme, backprop="store")
+    for _ in range(2):  # the first call learns of it
+        if scheme.draws:
+            assert torch.equal(ours.eval()(x), plain)
+            with torch.no_grad():
+                assert torch.equal(ours(x), plain)
+    for _ in range(2):
+        assert_close(gradients(ours.train(), x), gradients(stored.train(), x), 1e-11)
+
+
+@pytest.mark.parametrize(("kind", "words"), [("skips", "skips or repeats"), ("changes", "changes the state before")])
+def test_a_loop_that_does_more_than_hand_the_state_on_is_refused_or_runs_as_it_is(kind: str, words: str) -> None:
+    model, x = Loop(kind), torch.randn(4, 6)
+    plain = model.eval()(x)
+    revode.convert(model, "blocks")
+    with torch.no_grad():
+        assert torch.equal(model(x), plain)
+    with pytest.raises(ValueError, match=words):
+        model.train()(x)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_loop_that_is_left_early_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match=r"left its loop before the converted block blocks\.3"):
+        revode.convert(Loop("leaves"), "blocks")(torch.randn(4, 6))
+
+
+@pytest.mark.parametrize("scheme", [BDIA(h=0.5), MidPoint(0.5, blend=0.0)], ids=repr)
+def test_gradients_recorded_or_not_a_step_has_its_length(scheme: Any) -> None:
+    model, x = revode.convert(Perceptron(), "body.blocks", scheme).eval(), torch.randn(4, 3)
+    recorded = model(x).detach()
+    with torch.no_grad():
+        assert torch.allclose(model(x), recorded, rtol=1e-6, atol=1e-7)
+
+
+def test_what_blocks_return_beside_their_state_is_summed_up_by_the_models_own_loop() -> None:
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+            for block in self.blocks:
+                block.register_forward_hook(lambda module, inputs, y: (inputs[0] + y, y.square().mean()))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Any]:
+            total: Any = 0.0
+            for block in self.blocks:
+                x, extra = block(x)
+                total = total + extra
+            return x, total
+
+    model, x = Sum().eval(), torch.randn(2, 4)
+    with torch.no_grad():
+        plain = model(x)
+        assert all(torch.equal(a, b) for a, b in zip(revode.convert(model, "blocks")(x), plain, strict=True))
+    with pytest.raises(ValueError, match="returns 2 values"):
+        model(x)
+
+
 def test_a_pair_of_each_input_runs_blocks_two_by_two() -> None:
     model = Perceptron(depth=6).double().eval()
     x = torch.randn(4, 3, dtype=torch.float64)
@@ -325,6 +410,10 @@ def pretrained(kind: str) -> tuple[Any, str, dict[str, Tensor]]:
         return t.GPT2LMHeadModel(config), "transformer.h", tokens
     if kind == "llama":
         return t.LlamaForCausalLM(t.LlamaConfig(**sizes, num_key_value_heads=2)), "model.layers", tokens
+    if kind == "gemma3":  # which gives its blocks masks and positions of two kinds
+        kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention", "sliding_attention"]
+        own = {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 4, "layer_types": kinds}
+        return t.Gemma3ForCausalLM(t.Gemma3TextConfig(**sizes, **own)), "model.layers", tokens
     if kind == "bert":
         return t.BertForMaskedLM(t.BertConfig(**sizes)), "bert.encoder.layer", tokens
     del sizes["vocab_size"]
@@ -343,7 +432,7 @@ def model_gradients(model: Any, inputs: dict[str, Tensor], **options: Any) -> di
 
 @needs_transformers
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "bert", "vit"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "gemma3", "bert", "vit"])
 def test_models_of_transformers(kind: str) -> None:
     model, path, inputs = pretrained(kind)
     inputs = {name: value.double() if value.is_floating_point() else value for name, value in inputs.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import jacrev
 
-from revode import AntisymmetricField, OneLayerField, SymmetricField
+from revode import AntisymmetricField, OneLayerField, ReversibleSequence, SymmetricField, Verlet
 from revode.fields import ACTIVATIONS, Bias, TVNorm, make_norm
 
 SIZES = {0: (), 1: (4,), 2: (3, 4), 3: (2, 3, 2)}
@@ -163,3 +164,16 @@ def test_default_field_is_the_papers_with_a_zero_bias() -> None:
 def test_bad_arguments_are_named(make: Callable[[], nn.Module], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_a_part_that_is_put_in_later_gets_its_own_gradient():
+    """Its parameter comes last among the field's, but not among those of the product."""
+    field = SymmetricField(4)
+    field.lead = Bias(4)
+    x = torch.randn(2, 8, 5, 5)
+    found = []
+    for backprop in ("reversible", "store"):
+        sequence = ReversibleSequence([copy.deepcopy(field), copy.deepcopy(field)], Verlet(0.3), backprop=backprop)
+        sequence(x).square().sum().backward()
+        found.append([parameter.grad for parameter in sequence.parameters()])
+    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(*found, strict=True))

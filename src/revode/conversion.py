@@ -1,7 +1,9 @@
 """Models that exist already, run reversibly: `convert` and `revert`.
 
 A converted list of blocks keeps its children, and with them parameters and names. Where the model's own loop iterates over it,
-it yields one callable in place of all blocks, which runs them as branches block(x) - x of a `ReversibleSequence`.
+it yields a `Turn` in place of each block. The blocks run together, as branches block(x) - x of a `ReversibleSequence`: at the
+first turn, and again at the last if blocks turn out to be given different arguments, from then on at the last turn only. The
+other turns hand the state on, and a loop that does anything else with it, or skips a block, is refused.
 """
 
 from __future__ import annotations
@@ -9,32 +11,38 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from revode.engine import ReversibleSequence
 from revode.engine.accounting import adds
 from revode.engine.chain import ResidualBranch
+from revode.engine.randomness import Draws, torch_streams, undo
 from revode.files import unknown
 from revode.schemes import BDIA, Scheme
 
 Model = TypeVar("Model", bound=nn.Module)
+Given = tuple[tuple[Any, ...], dict[str, Any]]
+"""What a block is given beside the state."""
 
 
 class _Whole(nn.Module):
     """A block on a state: in the block's dtype, without what it returns beside its tensor."""
 
-    def __init__(self, block: nn.Module, name: str) -> None:
+    def __init__(self, block: nn.Module, name: str, number: int) -> None:
         super().__init__()
         self.block = block
         self.name = name
+        self.number = number
         self.returns_tuple = False
         self.looks_for_skip = False
 
-    def forward(self, q: Tensor, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    def forward(self, q: Tensor, dtype: torch.dtype, given: list[Given], which: tuple[int, ...]) -> Tensor:
+        args, kwargs = given[which[self.number]]
         y = self.block(q.to(dtype), *args, **kwargs)
         self.returns_tuple = isinstance(y, tuple)
         if isinstance(y, tuple):
@@ -71,41 +79,71 @@ class Residual(ResidualBranch):
     Args:
         block: takes a state first, and returns one of its shape, alone or first in a tuple.
         name: the block's path, for messages.
+        number: its place among the converted ones.
     """
 
-    def __init__(self, block: nn.Module, name: str = "") -> None:
+    def __init__(self, block: nn.Module, name: str = "", number: int = 0) -> None:
         super().__init__()
-        self.whole = _Whole(block, name)
+        self.whole = _Whole(block, name, number)
 
-    def forward(self, q: Tensor, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        return self.whole(q, dtype, args, kwargs) - q.to(dtype).to(q.dtype)
+    def forward(self, q: Tensor, dtype: torch.dtype, given: list[Given], which: tuple[int, ...]) -> Tensor:
+        return self.whole(q, dtype, given, which) - q.to(dtype).to(q.dtype)
 
 
 class Run:
-    """The one callable that stands for a run of converted blocks in the model's own loop."""
+    """A run of converted blocks, and what is known of the model's loop over them."""
 
     def __init__(self, sequence: ReversibleSequence) -> None:
         self.sequence = sequence
         self.has_warned = False
+        self.gives_all_the_same = True
+        """Whether, as far as we have seen, the loop gives every block the same arguments."""
         self.blocks()[0].looks_for_skip = True
 
     def blocks(self) -> list[_Whole]:
         return [branch.whole for branch in self.sequence.fields if isinstance(branch, Residual)]
 
-    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        blocks = self.blocks()
-        if not torch.is_grad_enabled() and self.sequence.scheme_now().carry == 0.0:
-            y: Any = x  # the plain network
-            for whole in blocks:
-                y = whole.block(y[0] if isinstance(y, tuple) else y, *args, **kwargs)
-            return y
-        _refuse_recording(blocks[0].name)
+    def turns(self) -> Iterator[Turn]:
+        """A turn for each block, in one pass of the model's loop."""
+        loop = _Loop(self)
+        try:
+            for whole in loop.blocks:
+                yield Turn(loop, whole)
+        except GeneratorExit:
+            if 0 < loop.num_taken < len(loop.blocks):
+                warnings.warn(
+                    f"the model left its loop before the converted block {loop.blocks[loop.num_taken].name}: what it has "
+                    "computed is not what those before make; revode.revert it",
+                    stacklevel=2,
+                )
+            raise
+        if loop.num_taken:
+            loop.require(len(loop.blocks))
+
+    def is_plain(self) -> bool:
+        """Whether a call now is the model's own loop, whatever it does between blocks."""
+        scheme = self.sequence.scheme_now()
+        return not torch.is_grad_enabled() and scheme.carry == 0.0 and scheme.coupling(0).is_plain
+
+    def __call__(self, x: Tensor, calls: list[Given]) -> Tensor:
+        """The state behind all blocks, each given its own arguments."""
+        _refuse_recording(self.blocks()[0].name)
+        given: list[Given] = []
+        which = []
+        for call in calls:
+            same = next((i for i, other in enumerate(given) if _alike(call, other)), len(given))
+            given += [call] if same == len(given) else []
+            which.append(same)
         if torch.is_grad_enabled():
-            args = tuple(self._without_cache(value) for value in args)
-            kwargs = {name: self._without_cache(value) for name, value in kwargs.items()}
+            given = [
+                (
+                    tuple(self._without_cache(value) for value in args),
+                    {name: self._without_cache(value) for name, value in kwargs.items()},
+                )
+                for args, kwargs in given
+            ]
         half = x.dtype in (torch.float16, torch.bfloat16)
-        y = self.sequence(x.float() if half else x, dtype=x.dtype, args=args, kwargs=kwargs).to(x.dtype)
-        return (y,) if blocks[-1].returns_tuple else y
+        return self.sequence(x.float() if half else x, dtype=x.dtype, given=given, which=tuple(which)).to(x.dtype)
 
     def _without_cache(self, value: Any) -> Any:
         """The value, or None for a cache of keys and values: the recomputation would fill it a second time."""
@@ -124,6 +162,83 @@ class Run:
         return None
 
 
+class _Loop:
+    """One pass of the model's loop over the converted blocks."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.blocks = run.blocks()
+        self.is_plain = run.is_plain()
+        self.num_taken = 0
+        self._entered: Any = None
+        self._handed_on: Any = None
+        self._calls: list[Given] = []
+        self._streams: Draws = []
+
+    def take(self, number: int, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the block at `number` returns to the loop."""
+        if self.is_plain:
+            return self.blocks[number].block(x, *args, **kwargs)
+        self.require(number)
+        if number and x is not self._handed_on:
+            raise ValueError(
+                f"the model changes the state before the converted block {self.blocks[number].name}, and converted blocks run "
+                "as one: put that into a block, or revode.revert the model"
+            )
+        self._calls.append((args, kwargs))
+        if number == 0:
+            self._entered = self._handed_on = x
+        run, num_blocks = self.run, len(self.blocks)
+        if run.gives_all_the_same and number == 0:
+            self._streams = [(stream, stream.read()) for stream in torch_streams(x.device)]
+            self._handed_on = run(x, self._calls * num_blocks)
+        elif run.gives_all_the_same and not _alike(self._calls[0], self._calls[number]):
+            run.gives_all_the_same = False
+        if not run.gives_all_the_same and number == num_blocks - 1:
+            undo(self._streams)  # what was drawn in vain
+            self._handed_on = run(self._entered, self._calls)
+        self.num_taken += 1
+        return (self._handed_on,) if self.blocks[-1].returns_tuple else self._handed_on
+
+    def require(self, number: int) -> None:
+        """Refuse a loop in which it is not the turn of this block."""
+        if number != self.num_taken:
+            name = self.blocks[min(number, self.num_taken)].name
+            raise ValueError(
+                f"the model skips or repeats the converted block {name}, and converted blocks run as one: switch off what does "
+                "so (layerdrop=0), or revode.revert the model"
+            )
+
+
+class Turn:
+    """What the model's loop gets in place of a converted block: to be called as the block; else it is the block."""
+
+    def __init__(self, loop: _Loop, whole: _Whole) -> None:
+        self._loop, self._whole = loop, whole
+
+    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._loop.take(self._whole.number, x, args, kwargs)
+        except Exception:
+            self._loop.num_taken = 0  # nobody has to be told that this loop was left
+            raise
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._whole.block, name)
+
+
+def _alike(first: Given, second: Given) -> bool:
+    """Whether two calls are given the same objects, or equal numbers and words."""
+    ours, theirs = pytree.tree_flatten(first), pytree.tree_flatten(second)
+    return ours[1] == theirs[1] and all(
+        a is b or (isinstance(a, _PLAIN) and type(a) is type(b) and a == b)
+        for a, b in zip(ours[0], theirs[0], strict=True)
+    )
+
+
+_PLAIN = (bool, int, float, str)
+
+
 def _refuse_recording(name: str) -> None:
     """Raise if transformers was asked for hidden states or attentions, which it hears of from hooks on the blocks."""
     capturing: Any = sys.modules.get("transformers.utils.output_capturing")
@@ -138,7 +253,7 @@ def _refuse_recording(name: str) -> None:
 
 @dataclass
 class _Conversion:
-    """What a converted container remembers: how its blocks run, and the callables that stand for them, by their number."""
+    """What a converted container remembers: how its blocks run, and the runs of the first so many of them."""
 
     path: str
     scheme: Scheme
@@ -150,32 +265,33 @@ class _Conversion:
 
 
 class _Converted:
-    """What a converted container does otherwise: it yields one callable for all blocks that were converted."""
+    """What a converted container does otherwise: it yields turns in place of the blocks that were converted."""
 
     _modules: dict[str, nn.Module]
     training: bool
     _conversion: _Conversion
 
-    def _yields(self, stop: int) -> list[Any]:
-        """The blocks before `stop`, those that were converted as one."""
-        children = list(self._modules.values())[:stop]
+    def _converted(self) -> tuple[int, int]:
+        """The first of the blocks that were converted, and the one behind their last."""
         first, last, _ = self._conversion.blocks.indices(len(self._modules))
-        last = min(last, len(children))
-        if first >= last:
-            return children
-        return [*children[:first], self._run_of(children[first:last], first), *children[last:]]
+        return first, max(first, last)
 
     def _run_of(self, blocks: Sequence[nn.Module], first: int) -> Run:
         record = self._conversion
         run = record.runs.get(len(blocks))
         if run is None or any(a is not b.block for a, b in zip(blocks, run.blocks(), strict=True)):
-            branches = [Residual(block, f"{record.path}.{first + i}".lstrip(".")) for i, block in enumerate(blocks)]
+            branches = [Residual(block, f"{record.path}.{first + i}".lstrip("."), i) for i, block in enumerate(blocks)]
             run = record.runs[len(blocks)] = Run(ReversibleSequence(branches, record.scheme, **record.options))
         run.sequence.training = self.training
         return run
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._yields(len(self._modules)))
+        children = list(self._modules.values())
+        first, last = self._converted()
+        yield from children[:first]
+        if first < last:
+            yield from self._run_of(children[first:last], first).turns()
+        yield from children[last:]
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, int):
@@ -189,7 +305,11 @@ class _Converted:
                 f"converted blocks {self._conversion.path!r} run as one and cannot be sliced [{index.start}:{index.stop}:"
                 f"{index.step}], other than from the first on: revode.revert the model"
             )
-        return self._yields(stop)
+        first, last = self._converted()
+        part: Any = nn.ModuleList(list(self._modules.values())[:stop]).train(self.training)
+        part._conversion = replace(self._conversion, blocks=slice(first, min(last, stop)))
+        part.__class__ = ConvertedList
+        return part
 
     def _note_index(self, index: int) -> None:
         """Warn, once, where a loop takes one block after the other: they run as they are."""

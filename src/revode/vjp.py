@@ -117,8 +117,12 @@ class KnownField(nn.Module, abc.ABC):
 
     def slots(self) -> list[tuple[dict[str, Any], str]]:
         """Where those tensors are held: the parameters of a part, and a name among them."""
-        parts = [child._parameters for child in self._modules.values() if child is not None]
+        parts = [self._modules[name]._parameters for name in self._holders()]  # type: ignore[union-attr]
         return [(parameters, name) for parameters in parts for name, tensor in parameters.items() if tensor is not None]
+
+    def _holders(self) -> list[str]:
+        """The names of the parts that have parameters, in the order in which they were given to this field."""
+        return [name for name, child in self._modules.items() if child is not None and child._parameters]
 
     def knows_vjp(self, dtype: torch.dtype) -> bool:
         """Whether ``product`` applies to this field as it is now, to a state in `dtype`.
@@ -131,6 +135,7 @@ class KnownField(nn.Module, abc.ABC):
             self.activation in SLOPES
             and _gives_product_of_its_forward(type(self))
             and not self._parameters
+            and self._holders() in _ORDERS
             and all(_is_known(child) for child in children)
             and not _is_altered(self)
             and not any(_is_altered(child) for child in children)
@@ -138,6 +143,10 @@ class KnownField(nn.Module, abc.ABC):
             and all(tensor.requires_grad and tensor.dtype == dtype for tensor in tensors)
             and len({id(tensor) for tensor in tensors}) == len(tensors)
         )
+
+
+_ORDERS = (["operator", "norm"], ["operator", "lead", "norm"])
+"""The order of a product's gradients, which must be that of ``parameters()``."""
 
 
 @functools.cache
@@ -189,8 +198,8 @@ def norm_product(norm: Any, x: Tensor, statistics: Statistics, g: Tensor) -> tup
     """The products of g with the Jacobians of N by x and by its parameters."""
     if isinstance(norm, Bias):
         return g, [g.sum((0, *range(2, g.dim())))]
-    weight, eps = batch_norm(norm).weight, norm.eps
+    weight, eps = batch_norm(norm).weight.to(statistics[0].dtype), norm.eps
     gx, g_weight, g_bias = torch.ops.aten.native_batch_norm_backward(
         g, x, weight, None, None, *statistics, True, eps, [True] * 3
     )
-    return gx, [g_weight, g_bias]
+    return gx, [g_weight.to(norm.weight.dtype), g_bias.to(norm.weight.dtype)]

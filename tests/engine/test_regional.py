@@ -149,3 +149,53 @@ def test_a_gradient_of_the_gradient_is_refused_in_a_sentence() -> None:
     x = torch.randn(2, 6, 5, 5, requires_grad=True)
     with pytest.raises(RuntimeError, match="compile=False"):
         torch.autograd.grad(sequence(x).sum(), x, create_graph=True)
+
+
+def test_on_the_grid_its_inverse_is_exact_and_its_forward_the_same_without_gradients() -> None:
+    torch.manual_seed(0)
+    sequence = ReversibleSequence(symmetric(20, "batch"), Verlet(0.5), exact=True, compile=True)
+    x = torch.randn(4, 8, 6, 6)
+    y, state = sequence(x, return_state=True)
+    statistics = [buffer.clone() for buffer in sequence.buffers()]
+    with torch.no_grad():
+        assert torch.equal(sequence.inverse(tuple(part.detach() for part in state)), sequence.grid.round(x))
+        assert all(map(torch.equal, sequence.buffers(), statistics))
+        assert torch.equal(sequence(x), y)
+
+
+def test_batch_norm_counts_and_refuses_as_torch_has_it() -> None:
+    torch.manual_seed(0)
+    sequence = ReversibleSequence(symmetric(2, "batch"), Verlet(0.3), compile=True)
+    for norm in (module for module in sequence.modules() if isinstance(module, nn.BatchNorm2d)):
+        norm.track_running_stats = False
+    before = [buffer.clone() for buffer in sequence.buffers()]
+    sequence(torch.randn(3, 8, 6, 6)).sum().backward()
+    assert all(map(torch.equal, sequence.buffers(), before))
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        sequence(torch.randn(1, 8, 1, 1))
+
+
+@pytest.mark.slow
+def test_in_bfloat16_throughout_it_is_as_precise_as_eager() -> None:
+    """One value far from the others: statistics are sums of differences from one of them."""
+    torch.manual_seed(0)
+    fields, x = symmetric(2, "batch"), torch.randn(8, 8, 6, 6)
+    x[0, :, 0, 0] += 20.0
+    x = x.bfloat16()
+    exact = ReversibleSequence([copy.deepcopy(field).double() for field in fields], Verlet(1.0))
+    expected = gradients(exact, x.double())[2:]
+    errors = []
+    for compile in (False, True):
+        own = [copy.deepcopy(field).bfloat16() for field in fields]
+        found = gradients(ReversibleSequence(own, Verlet(1.0), backprop="checkpoint", compile=compile), x)[2:]
+        errors.append(max(float((a - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True) if b.any()))
+    assert errors[1] < 2 * errors[0]
+
+
+def test_a_field_without_an_activation_is_compiled() -> None:
+    fields = [SymmetricField(4, activation="identity") for _ in range(2)]
+    found = [
+        gradients(ReversibleSequence(copy.deepcopy(fields), Verlet(0.3), compile=compile), torch.ones(2, 8, 5, 5))
+        for compile in (True, False)
+    ]
+    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(*found, strict=True))

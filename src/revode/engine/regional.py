@@ -50,6 +50,10 @@ class CompiledField:
 
     def __init__(self, field: KnownField, q: Tensor, dtype: torch.dtype) -> None:
         self.field = field
+        self.norms = [norm for norm in field.norms() if not isinstance(norm, Bias)]
+        self.places = q.numel() // q.shape[1]
+        if self.norms and self.places == 1:
+            raise ValueError(f"batch norm needs more than 1 value per channel in training, got shape {tuple(q.shape)}")
         self.kind = _kind_of(field, q, dtype)
         self.tensors = field.tensors()
         self.statistics: Sequence[Tensor] = ()
@@ -57,7 +61,7 @@ class CompiledField:
     def step(self, p: Tensor | None, q: Tensor, coupling: Coupling, grid: Grid | None) -> Sequence[Tensor]:
         """The next state, and on the grid its magnitude; statistics are kept for ``back`` and count for the running ones."""
         coupled, self.statistics = self.kind.step(p, q, self.tensors, coupling, grid)
-        self.count(self.statistics, q)
+        self.count(self.statistics)
         return coupled
 
     def back(
@@ -66,31 +70,36 @@ class CompiledField:
         """The state before, if the next one is given; the co-state of q, and gradients by each of its tensors."""
         return self.kind.back(q, q_next, gp, gq, self.tensors, self.statistics, coupling, grid)
 
-    def stored(self, q: Tensor) -> Tensor:
-        """F(q) as a node of autograd's graph that keeps what its product needs."""
-        return _Stored.apply(self, q, *self.tensors)  # type: ignore[return-value]
+    def stored(self, q: Tensor, counts: bool = True) -> Tensor:
+        """F(q) as a node of autograd's graph, where there is one, that keeps what its product needs.
 
-    def count(self, statistics: Sequence[Tensor], q: Tensor) -> None:
+        Args:
+            q: the state.
+            counts: whether its statistics count for the running ones.
+        """
+        return _Stored.apply(self, q, counts, *self.tensors)  # type: ignore[return-value]
+
+    def count(self, statistics: Sequence[Tensor]) -> None:
         """Have the batch norms count these statistics of a batch."""
-        places = q.numel() // q.shape[1]
-        norms = [norm for norm in self.field.norms() if not isinstance(norm, Bias)]
-        for norm, mean, inverse_std in zip(norms, statistics[::2], statistics[1::2], strict=True):
-            if norm.running_mean is None:
+        places = self.places
+        for norm, mean, inverse_std in zip(self.norms, statistics[::2], statistics[1::2], strict=True):
+            if not norm.track_running_stats or norm.running_mean is None:
                 continue
             norm.num_batches_tracked.add_(1)
             share = 1.0 / norm.num_batches_tracked if norm.momentum is None else norm.momentum
             variance = inverse_std.pow(-2).sub_(norm.eps).mul_(places / max(1, places - 1))
-            norm.running_mean.lerp_(mean, share)
-            norm.running_var.lerp_(variance, share)
+            norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), share)
+            norm.running_var.lerp_(variance.to(norm.running_var.dtype), share)
 
 
 class _Stored(torch.autograd.Function):
     """A compiled field whose record autograd keeps."""
 
     @staticmethod
-    def forward(ctx: Any, field: CompiledField, q: Tensor, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, field: CompiledField, q: Tensor, counts: bool, *tensors: Tensor) -> Tensor:
         u, *record = field.kind.linearize(q, tensors)
-        field.count(field.kind.statistics_in(record), q)
+        if counts:
+            field.count(field.kind.statistics_in(record))
         ctx.kind = field.kind
         ctx.save_for_backward(q, *tensors, *record)
         return u.to(q.dtype)
@@ -103,7 +112,8 @@ class _Stored(torch.autograd.Function):
                 "build this ReversibleSequence with compile=False and backprop='store'"
             )
         q, *saved = ctx.saved_tensors
-        return None, *ctx.kind.product(q, with_strides(grad_outputs[0], q.stride()), saved)
+        gq, *grads = ctx.kind.product(q, with_strides(grad_outputs[0], q.stride()), saved)
+        return None, gq, None, *grads
 
 
 class _Kind:
@@ -116,6 +126,7 @@ class _Kind:
 
     def __init__(self, field: KnownField, dtype: torch.dtype) -> None:
         self._template = copy.deepcopy(field)
+        self._template.activation = field.activation  # which may be a module, and is known by its identity
         self._dtype = dtype
         self._num_tensors = len(field.tensors())
         self._is_one_graph = field.ends_in_convolution
@@ -227,7 +238,8 @@ class _Kind:
     def _number(self, value: float, q: Tensor) -> Tensor:
         """A number as a tensor, so that one compiled function serves all of its values."""
         if value not in self._numbers:
-            self._numbers[value] = torch.full((), value, dtype=q.dtype, device=q.device)
+            dtype = torch.promote_types(q.dtype, torch.float32)
+            self._numbers[value] = torch.full((), value, dtype=dtype, device=q.device)
         return self._numbers[value]
 
     def _call(self, key: Any, function: Callable[..., list[Tensor]], *inputs: Tensor | None) -> Sequence[Tensor]:
@@ -241,6 +253,10 @@ class _Kind:
                 return function(*(next(remaining) if here else None for here in present))
 
             compiled = self._compiled[key] = _compile(of_given, given)
+        device = given[0].device.type
+        if torch.is_autocast_enabled(device):  # it casts by itself, and not what backward may be called under
+            with torch.autocast(device, enabled=False):
+                return compiled(*given)
         return compiled(*given)
 
 
@@ -269,11 +285,11 @@ def _normalize_by(statistics: Sequence[Tensor]) -> Normalize:
     def normalize(norm: Any, x: Tensor) -> tuple[Tensor, Statistics]:
         if isinstance(norm, Bias):
             return norm(x), ()
-        wide = x.to(batch_norm(norm).weight.dtype)
+        wide = x.to(torch.promote_types(batch_norm(norm).weight.dtype, torch.float32))
         if given:
             mean, inverse_std = given.pop(0), given.pop(0)
         else:
-            # Sums of differences from one of the values: a single pass, and as precise as two.
+            # Sums of differences from one of the values: a single pass, as precise as two unless that value is far off.
             dims = (0, *range(2, x.dim()))
             origin = wide.select(0, 0).flatten(1).select(1, 0) if x.dim() > 2 else wide.select(0, 0)
             away = wide - along_channels(origin, x, 1)
@@ -296,8 +312,9 @@ def _kind_of(field: KnownField, q: Tensor, dtype: torch.dtype) -> _Kind:
         for child in field._modules.values()
         if child is not None
     )
+    numbers = tuple((name, value) for name, value in vars(field).items() if isinstance(value, bool | int | float | str))
     shapes = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in (q, *field.tensors()))
-    key = (type(field), field.activation, children, shapes, q.device, dtype, torch.get_num_threads())
+    key = (type(field), field.activation, numbers, children, shapes, q.device, dtype, torch.get_num_threads())
     if key not in _kinds:
         _kinds[key] = _Kind(field, dtype)
     return _kinds[key]

@@ -182,7 +182,7 @@ class ReversibleSequence(nn.Module):
         autocast = Autocast(q.device.type)
         yield q, q_next
         for index in reversed(range(0 if started else 1, len(self.fields))):
-            u, _ = chain.evaluate(index, q, kwargs, self._inverting_call(chain, index), autocast)
+            u, _ = chain.evaluate(index, q, kwargs, self._inverting_call(chain, index, q, autocast), autocast)
             q, q_next = chain.retreat(index, q, q_next, u), q
             yield q, q_next
         if not started:
@@ -347,15 +347,17 @@ class ReversibleSequence(nn.Module):
 
     def _stored_call(self, chain: Chain, index: int, q: Tensor, autocast: Autocast) -> Call:
         branch = chain.branches[index]
-        field = chain.compiled_field(index, q, autocast) if torch.is_grad_enabled() else None
+        field = chain.compiled_field(index, q, autocast)
         if field is not None:
             return lambda q, kwargs: field.stored(q)
         if chain.grid is None or not torch.is_grad_enabled():
             return lambda q, kwargs: branch(q, **kwargs)
         return lambda q, kwargs: call_stored(chain, branch, q, kwargs, autocast)
 
-    def _inverting_call(self, chain: Chain, index: int) -> Call:
-        branch = chain.branches[index]
+    def _inverting_call(self, chain: Chain, index: int, q: Tensor, autocast: Autocast) -> Call:
+        branch, field = chain.branches[index], chain.compiled_field(index, q, autocast)
+        if field is not None:
+            return lambda q, kwargs: field.stored(q, counts=False)
         if chain.traced:
             return lambda q, kwargs: call_traced_without_noise(branch, q, kwargs)
         return lambda q, kwargs: call_to_invert(chain.contents(index), q, kwargs, chain.streams)
