@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -33,6 +34,9 @@ def one_thread_one_seed() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch.set_num_threads(threads)
+    accelerate = sys.modules.get("accelerate.state")
+    if accelerate is not None:  # one for the process, with the precision of whoever came first
+        accelerate.AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def pytest_collection_finish() -> None:
