@@ -471,6 +471,17 @@ def test_a_cache_serves_generation_and_is_left_out_of_training(kind: str, scheme
 
 @needs_transformers
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_a_cache_that_was_filled_before_arguments_were_known_to_differ_is_refused() -> None:
+    model, path, inputs = pretrained("gemma3")
+    revode.convert(model.double().eval(), path, BLEND)
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    with pytest.raises(ValueError, match="call it again with an empty one"):
+        model.generate(**inputs, **options)
+    assert torch.equal(model.generate(**inputs, **options), model.generate(**inputs, **options, use_cache=False))
+
+
+@needs_transformers
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_fewer_layers_and_checkpointing_asked_of_a_converted_model() -> None:
     model, path, inputs = pretrained("llama")
     model = model.double().train()

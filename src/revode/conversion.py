@@ -147,7 +147,7 @@ class Run:
 
     def _without_cache(self, value: Any) -> Any:
         """The value, or None for a cache of keys and values: the recomputation would fill it a second time."""
-        if not (hasattr(value, "get_seq_length") and hasattr(value, "update")):
+        if not _is_cache(value):
             return value
         if value.get_seq_length():
             raise ValueError(
@@ -160,6 +160,10 @@ class Run:
                 "converted blocks leave the cache empty where gradients are recorded: use_cache=False", stacklevel=4
             )
         return None
+
+
+def _is_cache(value: Any) -> bool:
+    return hasattr(value, "get_seq_length") and hasattr(value, "update")
 
 
 class _Loop:
@@ -194,6 +198,11 @@ class _Loop:
             self._handed_on = run(x, self._calls * num_blocks)
         elif run.gives_all_the_same and not _alike(self._calls[0], self._calls[number]):
             run.gives_all_the_same = False
+            if not torch.is_grad_enabled() and any(map(_is_cache, pytree.tree_leaves(self._calls))):
+                raise ValueError(
+                    "the model gives its blocks different arguments, which was not known before its cache was filled: call it "
+                    "again with an empty one"
+                )
         if not run.gives_all_the_same and number == num_blocks - 1:
             undo(self._streams)  # what was drawn in vain
             self._handed_on = run(self._entered, self._calls)
