@@ -143,7 +143,7 @@ def test_weights_of_the_package_are_analysed_on_their_own_images(package, capsys
     words = ["hamiltonian-digits", "--pretrained", "digits", "--json", "--num-images", "2", "--threads=1"]
     code, out, _ = command("analyze", *words, capsys=capsys)
     assert code == 0
-    assert json.loads(out)["model"] == "hamiltonian-digits"
+    assert json.loads(out)["model"] == "hamiltonian-digits (digits)"
 
 
 def in_a_process(folder: Path, *flags: str, **environment: str) -> subprocess.Popen[str]:
