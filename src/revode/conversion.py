@@ -110,14 +110,14 @@ class Run:
             for whole in loop.blocks:
                 yield Turn(loop, whole)
         except GeneratorExit:
-            if 0 < loop.num_taken < len(loop.blocks):
+            if 0 < len(loop.calls) < len(loop.blocks):
                 warnings.warn(
-                    f"the model left its loop before the converted block {loop.blocks[loop.num_taken].name}: what it has "
+                    f"the model left its loop before the converted block {loop.blocks[len(loop.calls)].name}: what it has "
                     "computed is not what those before make; revode.revert it",
                     stacklevel=2,
                 )
             raise
-        if loop.num_taken:
+        if loop.calls:
             loop.require(len(loop.blocks))
 
     def is_plain(self) -> bool:
@@ -173,10 +173,10 @@ class _Loop:
         self.run = run
         self.blocks = run.blocks()
         self.is_plain = run.is_plain()
-        self.num_taken = 0
+        self.calls: list[Given] = []
+        """What blocks were given so far."""
         self._entered: Any = None
         self._handed_on: Any = None
-        self._calls: list[Given] = []
         self._streams: Draws = []
 
     def take(self, number: int, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -189,30 +189,29 @@ class _Loop:
                 f"the model changes the state before the converted block {self.blocks[number].name}, and converted blocks run "
                 "as one: put that into a block, or revode.revert the model"
             )
-        self._calls.append((args, kwargs))
+        self.calls.append((args, kwargs))
         if number == 0:
             self._entered = self._handed_on = x
         run, num_blocks = self.run, len(self.blocks)
         if run.gives_all_the_same and number == 0:
             self._streams = [(stream, stream.read()) for stream in torch_streams(x.device)]
-            self._handed_on = run(x, self._calls * num_blocks)
-        elif run.gives_all_the_same and not _alike(self._calls[0], self._calls[number]):
+            self._handed_on = run(x, self.calls * num_blocks)
+        elif run.gives_all_the_same and not _alike(self.calls[0], self.calls[number]):
             run.gives_all_the_same = False
-            if not torch.is_grad_enabled() and any(map(_is_cache, pytree.tree_leaves(self._calls))):
+            if not torch.is_grad_enabled() and any(map(_is_cache, pytree.tree_leaves(self.calls))):
                 raise ValueError(
                     "the model gives its blocks different arguments, which was not known before its cache was filled: call it "
                     "again with an empty one"
                 )
         if not run.gives_all_the_same and number == num_blocks - 1:
             undo(self._streams)  # what was drawn in vain
-            self._handed_on = run(self._entered, self._calls)
-        self.num_taken += 1
+            self._handed_on = run(self._entered, self.calls)
         return (self._handed_on,) if self.blocks[-1].returns_tuple else self._handed_on
 
     def require(self, number: int) -> None:
         """Refuse a loop in which it is not the turn of this block."""
-        if number != self.num_taken:
-            name = self.blocks[min(number, self.num_taken)].name
+        if number != len(self.calls):
+            name = self.blocks[min(number, len(self.calls))].name
             raise ValueError(
                 f"the model skips or repeats the converted block {name}, and converted blocks run as one: switch off what does "
                 "so (layerdrop=0), or revode.revert the model"
@@ -229,7 +228,7 @@ class Turn:
         try:
             return self._loop.take(self._whole.number, x, args, kwargs)
         except Exception:
-            self._loop.num_taken = 0  # nobody has to be told that this loop was left
+            self._loop.calls.clear()  # nobody has to be told that this loop was left
             raise
 
     def __getattr__(self, name: str) -> Any:
@@ -238,6 +237,8 @@ class Turn:
 
 def _alike(first: Given, second: Given) -> bool:
     """Whether two calls are given the same objects, or equal numbers and words."""
+    if first is second:
+        return True
     ours, theirs = pytree.tree_flatten(first), pytree.tree_flatten(second)
     return ours[1] == theirs[1] and all(
         a is b or (isinstance(a, _PLAIN) and type(a) is type(b) and a == b)

@@ -199,3 +199,14 @@ def test_a_field_without_an_activation_is_compiled() -> None:
         for compile in (True, False)
     ]
     assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(*found, strict=True))
+
+
+def test_fields_that_differ_in_a_number_of_their_own_are_of_two_kinds_and_modes_are_not() -> None:
+    class Scaled(SymmetricField):
+        strength = 1.0
+
+    fields, q = [Scaled(4) for _ in range(3)], torch.randn(2, 4, 5, 5)
+    fields[0].strength = 2.0
+    fields[1].eval()
+    kinds = [regional._kind_of(field, q, torch.float32) for field in fields]
+    assert kinds[0] is not kinds[1] is kinds[2]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from revode.engine.grid import Grid, with_strides
+from revode.engine.replay import Autocast
 from revode.operators import Bias, along_channels
 from revode.schemes import Coupling, is_number
 from revode.vjp import KnownField, Normalize, Record, Statistics, batch_norm
@@ -253,11 +254,8 @@ class _Kind:
                 return function(*(next(remaining) if here else None for here in present))
 
             compiled = self._compiled[key] = _compile(of_given, given)
-        device = given[0].device.type
-        if torch.is_autocast_enabled(device):  # it casts by itself, and not what backward may be called under
-            with torch.autocast(device, enabled=False):
-                return compiled(*given)
-        return compiled(*given)
+        with Autocast(given[0].device.type).disabled():  # it casts by itself
+            return compiled(*given)
 
 
 def _compile(function: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> Callable[..., Sequence[Tensor]]:
@@ -312,7 +310,8 @@ def _kind_of(field: KnownField, q: Tensor, dtype: torch.dtype) -> _Kind:
         for child in field._modules.values()
         if child is not None
     )
-    numbers = tuple((name, value) for name, value in vars(field).items() if isinstance(value, bool | int | float | str))
+    own = {name: value for name, value in vars(field).items() if isinstance(value, bool | int | float | str)}
+    numbers = frozenset(own.items() - {("training", field.training)})
     shapes = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in (q, *field.tensors()))
     key = (type(field), field.activation, numbers, children, shapes, q.device, dtype, torch.get_num_threads())
     if key not in _kinds:

@@ -120,9 +120,9 @@ def create_model(name: str, *, pretrained: str | None = None, **options: Any) ->
         pretrained: a data set, to take the weights that come with the package; they bring their own norm and h.
         options: ``num_classes``, ``in_channels``, ``image_size``, ``blocks``, ``channels``, ``activation``, ``norm``,
             ``compile``; of reversible networks also ``backprop``, ``exact``, ``verify``, ``anchor_every``,
-            ``memory_budget``, ``damping``; of ODE
-            networks also ``h`` or ``horizon``, ``init``, ``start``, ``transition``; of U-Nets also ``scheme``. See
-            `NetworkConfig` and `UNetConfig`. A GPT takes those of `GPTConfig` and of `ReversibleSequence`.
+            ``memory_budget``, ``damping``; of ODE networks also ``h`` or ``horizon``, ``init``, ``start``, ``transition``;
+            of U-Nets also ``scheme``. See `NetworkConfig` and `UNetConfig`. A GPT takes those of `GPTConfig` and of
+            `ReversibleSequence`.
     """
     if pretrained is not None:
         return load_pretrained(name, pretrained, **options)

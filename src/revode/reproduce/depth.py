@@ -69,6 +69,8 @@ class StepCost(Task):
 class OverDepth(Task):
     """Norms of signal and gradient at every depth of a run's network, before and after training."""
 
+    is_of_training = True
+
     run: TrainingRun
     num_images: int = 4
 

@@ -137,10 +137,10 @@ LAST = 0.1
 """Share of the steps over which the training loss is averaged, and its slope is taken."""
 
 
-def _small_data(num_steps: int, share: float = SHARE) -> list[TrainingRun]:
-    """The four networks on a share of CIFAR-10 for this many steps."""
+def _small_data(num_steps: int) -> list[TrainingRun]:
+    """The four networks on 4 % of CIFAR-10 for this many steps."""
     alike = {"epochs": None, "max_steps": num_steps, "batch_size": BATCH, "backprop": "store", "exact": 0, **SHORT}
-    row: dict[str, Any] = {"dataset": "cifar10", "recipe": "quick", "fraction": share}
+    row: dict[str, Any] = {"dataset": "cifar10", "recipe": "quick", "fraction": SHARE}
     return [
         TrainingRun(model=model, label=label, options=options, settings={**alike, "lr": rate}, **row)
         for label, (model, options, rate) in CHOSEN.items()

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -57,7 +57,7 @@ class Setup:
     def folder(self, task: Task) -> Path:
         """The directory of a task: its name for people, and a digest of all that decides its result."""
         name = task.slug
-        if isinstance(getattr(task, "run", task), TrainingRun):  # a training, or what looks at one
+        if task.is_of_training:
             name += f"-in-{self.processes}" if self.processes > 1 else ""
             name += f"-{self.autocast}" if self.autocast != "none" else ""
         return self.home / f"{name}-{task.digest}"
@@ -74,6 +74,9 @@ class TaskFailed(RuntimeError):
 @dataclass(frozen=True)
 class Task:
     """What all tasks can say. A measurement says its `title`, its `flops` and how to `measure` it."""
+
+    is_of_training: ClassVar[bool] = False
+    """Whether processes and precision of trainings decide its result."""
 
     @property
     def title(self) -> str:
@@ -158,6 +161,8 @@ class TrainingRun(Task):
         settings: What differs from the recipe.
         label: The network in words, where its name does not say all.
     """
+
+    is_of_training = True
 
     model: str
     dataset: str

@@ -192,6 +192,11 @@ class Level(NamedTuple):
     edge: int
     epochs: int
 
+    @property
+    def cost(self) -> int:
+        """What an epoch costs, in proportion: layers and areas of images count."""
+        return self.layers * self.edge**2
+
 
 def parse_levels(text: str) -> tuple[Level, ...]:
     """The levels of ``38@16:8,74@32:14``; none of an empty text."""
@@ -215,11 +220,10 @@ def num_epochs(levels: tuple[Level, ...]) -> int:
 
 
 def mean_cost(levels: tuple[Level, ...]) -> float:
-    """What an epoch costs on average, in epochs of the last level: layers and areas of images count."""
+    """What an epoch costs on average, in epochs of the last level."""
     if not levels:
         return 1.0
-    costs = [level.epochs * level.layers * level.edge**2 for level in levels]
-    return sum(costs) / (num_epochs(levels) * levels[-1].layers * levels[-1].edge ** 2)
+    return sum(level.epochs * level.cost for level in levels) / (num_epochs(levels) * levels[-1].cost)
 
 
 def _check(values: dict[str, Any]) -> None:

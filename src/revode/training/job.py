@@ -146,8 +146,8 @@ class Job:
         return self.level < len(self.level_networks) - 1
 
     def work(self, step: int) -> float:
-        """What the updates up to `step` cost, in proportion: layers and areas of images count."""
-        costs = [network.num_layers * network.image_size**2 for network in self.level_networks]
+        """What the updates up to `step` cost, in proportion."""
+        costs = [level.cost for level in self.levels] or [1]
         spans = zip(costs, [0, *self.level_ends], self.level_ends, strict=False)
         return sum(cost * (min(step, end) - start) for cost, start, end in spans if step > start)
 

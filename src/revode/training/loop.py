@@ -421,9 +421,7 @@ def _open_metrics(
             from torch.utils.tensorboard import SummaryWriter as make_board
         except ImportError as error:
             raise ValueError(f"--tensorboard needs the package tensorboard ({error}); install revode[train]") from error
-    remove_unfinished(folder)
-    if overwrite:
-        remove_run(folder)
+    (remove_run if overwrite else remove_unfinished)(folder)
     write_atomically(folder / CONFIG, config.to_yaml())
     if home is not None and home != folder:  # the run goes on in another directory, and takes its past along
         for name in (METRICS, BEST):
