@@ -21,6 +21,7 @@ IN_TABLE = {
     "small-data-shares": "paper's claim",
     "fig-stl-subset": "3.4 points",
     "depth-1202": "93.84 %",
+    "levels-1202": "93.84 %",
     "memory": "10 GB",
     "stability": "Re λ = 0: stable",
     "quick-74": "92.76 %",

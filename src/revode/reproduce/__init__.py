@@ -23,6 +23,7 @@ ITEMS = {
     "small-data-shares": ("subsets", "1, 4 and 10 per cent of CIFAR-10: both networks with batch norm"),
     "fig-stl-subset": ("subsets", "Hamiltonian against ResNet on parts of STL-10"),
     "depth-1202": ("depth", "1,202 layers: loss, memory, gradients over depth"),
+    "levels-1202": ("depth", "the same by refinement: 74, then 218, then 1,202 layers"),
     "memory": ("depth", "memory over depth under every gradient strategy"),
     "stability": ("stability", "the theory's claims, measured: eigenvalues, growth, step sizes"),
     "quick-74": ("accuracy", "hamiltonian-74 with batch norm, CIFAR-10, recipe quick"),

@@ -57,9 +57,13 @@ class Outcome(NamedTuple):
     result: dict[str, Any]
     folder: Path
 
+    def lines(self, kind: str) -> list[dict[str, Any]]:
+        """The lines of this kind that a training wrote."""
+        return [line for line in read_metrics(self.folder) if line["kind"] == kind]
+
     def metrics(self, kind: str, quantity: str) -> tuple[list[int], list[float]]:
         """The course of a quantity in a training: steps and values."""
-        lines = [line for line in read_metrics(self.folder) if line["kind"] == kind]
+        lines = self.lines(kind)
         return [line["step"] for line in lines], [line[quantity] for line in lines]
 
 

@@ -65,6 +65,8 @@ def make_plan(job: Job) -> dict[str, Any]:
             two, three = (peak(model.with_strategy(name, verify=False).train(), count) for count in (2, 3))
             memory[name] = two + (three - two) * (size - 2)
         model.train()
+        if model.config.compile:
+            timed()  # compiling can be long, and is no part of a step
         seconds = fastest(timed, job.group.device) * settings.accumulate
     return {
         "params": sum(p.numel() for p in model.parameters() if p.requires_grad),
