@@ -26,6 +26,7 @@ IN_TABLE = {
     "stability": "Re λ = 0: stable",
     "quick-74": "92.76 %",
     "levels-74": "92.76 %",
+    "levels-or-plain": "| hamiltonian-74, levels | 18@4:1,18@8:1 | 2 | 1.25 | ",
 }
 """What each page must have of the paper."""
 

@@ -305,12 +305,14 @@ def test_the_stability_monitor_is_a_flag_away_and_changes_no_bit(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
-def test_a_compiled_network_trains_alike(tmp_path):
+def test_a_compiled_network_trains_alike_and_its_plan_leaves_compiling_out(tmp_path, monkeypatch):
+    monkeypatch.setattr("revode.training.planning._LONG", 0.0)  # a plan takes the first step that it times
     losses = []
     for compile in (False, True):
-        train(tiny(max_steps=4, compile=compile), tmp_path / str(compile))
+        result = train(tiny(max_steps=4, compile=compile), tmp_path / str(compile))
         losses.append([row["loss"] for row in read_rows(tmp_path / str(compile), "train")])
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert result["plan"]["seconds_per_step"] < 1.0
 
 
 def test_divergence_is_diagnosed_and_the_last_good_checkpoint_kept(tmp_path, capsys):

@@ -219,11 +219,17 @@ def num_epochs(levels: tuple[Level, ...]) -> int:
     return sum(level.epochs for level in levels)
 
 
+def cost_until(levels: tuple[Level, ...], epoch: int) -> float:
+    """What the first epochs cost, in epochs of the last level."""
+    if not levels:
+        return float(epoch)
+    each = [level.cost for level in levels for _ in range(level.epochs)]
+    return sum(each[:epoch]) / levels[-1].cost
+
+
 def mean_cost(levels: tuple[Level, ...]) -> float:
     """What an epoch costs on average, in epochs of the last level."""
-    if not levels:
-        return 1.0
-    return sum(level.epochs * level.cost for level in levels) / (num_epochs(levels) * levels[-1].cost)
+    return cost_until(levels, num_epochs(levels)) / num_epochs(levels) if levels else 1.0
 
 
 def _check(values: dict[str, Any]) -> None:
