@@ -1,6 +1,6 @@
 """How close a refined network is to the shallow one, with weights interpolated in time and with blocks copied.
 
-    python examples/refinement.py [--trained]
+    python examples/refinement.py [--trained | --run DIR --layers 218 1202]
 
 The distance ||deep(x) - shallow(x)|| / ||shallow(x)|| of the last features, for networks whose kernels are smooth in time
 (`init="smooth"`, horizon 1), refined to twice their depth; 16 random images of 16x16, fp64.
@@ -8,6 +8,9 @@ The distance ||deep(x) - shallow(x)|| / ||shallow(x)|| of the last features, for
 With --trained, what is left of the accuracy of a trained network: hamiltonian-26 after 15 epochs on the embedded digits, about
 half a minute for each row, refined to 50 and 98 layers. Accuracies are on the tenth of the training images that the recipe
 holds out; statistics of batch norms are measured on the others.
+
+With --run, the same for a run of `revode train`: what is left on 1,000 images that it held out, statistics measured on 1,000
+of those that it trained on, all of the edge that it ended with.
 """
 
 import argparse
@@ -22,7 +25,7 @@ import revode
 from revode import data
 from revode.networks import FAMILIES, StagedClassifier
 from revode.training import configure, load_run, train
-from revode.training.run import Run, choose_split
+from revode.training.run import Run, choose_split, images_as_seen
 
 TRAINED = ({"norm": "batch", "h": 1.0}, {"norm": "batch", "h": 0.3}, {"norm": "none", "h": 0.2})
 
@@ -95,10 +98,30 @@ def show_accuracies() -> None:
     print("\n".join(table))
 
 
+def show_run(folder: Path, layers: list[int], data_root: str | None) -> None:
+    run = load_run(folder)
+    dataset, family = data.load(run.config.data.dataset, data_root), run.model.config.family
+    (x, labels), (seen, _) = (
+        images_as_seen(dataset, choose_split(run.config, dataset, name), 1_000, run.model.config.image_size)
+        for name in ("validation", "train")
+    )
+    print(f"{run.model.config.num_layers} layers: {accuracy(run.model, x, labels):.1%}")
+    for depth in layers:
+        deep = revode.refine(run.model, f"{family}-{depth}", seen.split(250))
+        print(f"{depth} layers: {accuracy(deep, x, labels):.1%}", flush=True)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--trained", action="store_true", help="accuracies of trained networks in the place of distances"
     )
+    parser.add_argument("--run", type=Path, metavar="DIR", help="what is left of the accuracy of this run's network")
+    parser.add_argument("--layers", type=int, nargs="+", default=[218, 1202], help="with --run: depths to refine to")
+    parser.add_argument("--data-root", metavar="DIR", help="with --run: folder of the data sets")
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    show_accuracies() if parser.parse_args().trained else show_distances()
+    if args.run:
+        show_run(args.run, args.layers, args.data_root)
+    else:
+        show_accuracies() if args.trained else show_distances()
