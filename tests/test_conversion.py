@@ -307,7 +307,12 @@ class Loop(nn.Module):
                 continue
             if self.kind == "changes" and index == 2:
                 x = 2 * x
-            x = block(x, scale if self.kind == "own arguments" else self.scales[0], shift=0.1)
+            if self.kind == "changes in place" and index == 2:
+                x *= 2
+            if self.kind == "asks the state" and index:
+                scale = torch.sigmoid(self.scales[0] * x.mean(0))
+            own = self.kind in ("own arguments", "asks the state")
+            x = block(x, scale if own else self.scales[0], shift=0.1)
             if self.kind == "leaves" and index == 2:
                 break
         return x
@@ -329,15 +334,66 @@ def test_blocks_that_are_given_arguments_of_their_own(scheme: Any) -> None:
         assert_close(gradients(ours.train(), x), gradients(stored.train(), x), 1e-11)
 
 
-@pytest.mark.parametrize(("kind", "words"), [("skips", "skips or repeats"), ("changes", "changes the state before")])
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("skips", "skips or repeats"),
+        ("changes", "changes the state before"),
+        ("changes in place", "changes the state before"),
+        ("asks the state", "computes from the state"),
+    ],
+)
 def test_a_loop_that_does_more_than_hand_the_state_on_is_refused_or_runs_as_it_is(kind: str, words: str) -> None:
     model, x = Loop(kind), torch.randn(4, 6)
     plain = model.eval()(x)
     revode.convert(model, "blocks")
     with torch.no_grad():
         assert torch.equal(model(x), plain)
-    with pytest.raises(ValueError, match=words):
-        model.train()(x)
+    for _ in range(2):  # also when it is known that blocks are given arguments of their own
+        with pytest.raises(ValueError, match=words):
+            model.train()(x)
+
+
+class Numbered(nn.Module):
+    """A block that is told its number in a dictionary, and the state by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(6, 6)
+
+    def forward(self, state: Tensor, told: dict[str, int]) -> Tensor:
+        return state + torch.tanh(self.mix(state)) * (told["number"] + 1)
+
+
+class Telling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Numbered() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        told: dict[str, int] = {}
+        for number, block in enumerate(self.blocks):
+            told["number"] = number
+            x = block(state=x, told=told)
+        return x
+
+
+def test_a_dictionary_that_is_filled_anew_for_each_block() -> None:
+    torch.manual_seed(0)
+    model, x = Telling().double(), torch.randn(4, 6, dtype=torch.float64)
+    plain = gradients(copy.deepcopy(model).eval(), x)
+    assert_close(gradients(revode.convert(model, "blocks").eval(), x), plain, 1e-12)
+
+
+def test_attributes_of_blocks_are_set_through_the_loop() -> None:
+    model = revode.convert(Perceptron(), "body.blocks")
+    for block in model.body["blocks"]:
+        block.drop = nn.Identity()
+        block.as_tuple = True
+        del block.as_tuple
+        block.as_tuple = False
+    revode.revert(model)
+    assert all(isinstance(block.drop, nn.Identity) and not block.as_tuple for block in model.body["blocks"])
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

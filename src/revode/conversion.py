@@ -8,6 +8,7 @@ other turns hand the state on, and a loop that does anything else with it, or sk
 
 from __future__ import annotations
 
+import inspect
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -19,9 +20,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from revode.engine import ReversibleSequence
-from revode.engine.accounting import adds
+from revode.engine.accounting import adds, graph_nodes
 from revode.engine.chain import ResidualBranch
 from revode.engine.randomness import Draws, torch_streams, undo
+from revode.engine.replay import version_of
 from revode.files import unknown
 from revode.schemes import BDIA, Scheme
 
@@ -177,6 +179,8 @@ class _Loop:
         """What blocks were given so far."""
         self._entered: Any = None
         self._handed_on: Any = None
+        self._version: int | None = None
+        """Of what was handed on, then."""
         self._streams: Draws = []
 
     def take(self, number: int, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -184,14 +188,20 @@ class _Loop:
         if self.is_plain:
             return self.blocks[number].block(x, *args, **kwargs)
         self.require(number)
-        if number and x is not self._handed_on:
+        name = self.blocks[number].name
+        if number and (x is not self._handed_on or _version(x) != self._version):
             raise ValueError(
-                f"the model changes the state before the converted block {self.blocks[number].name}, and converted blocks run "
-                "as one: put that into a block, or revode.revert the model"
+                f"the model changes the state before the converted block {name}, and converted blocks run as one: put that "
+                "into a block, or revode.revert the model"
             )
-        self.calls.append((args, kwargs))
+        self.calls.append(pytree.tree_map(lambda value: value, (args, kwargs)))  # the loop may fill its containers anew
         if number == 0:
-            self._entered = self._handed_on = x
+            self._entered, self._handed_on = x, x if self.run.gives_all_the_same else _marked(x)
+        elif not _alike(self.calls[0], self.calls[number]) and _depends(self.calls[number], self._handed_on):
+            raise ValueError(
+                f"the model gives the converted block {name} an argument that it computes from the state before it, and "
+                "converted blocks run as one: compute it in the block, or revode.revert the model"
+            )
         run, num_blocks = self.run, len(self.blocks)
         if run.gives_all_the_same and number == 0:
             self._streams = [(stream, stream.read()) for stream in torch_streams(x.device)]
@@ -206,6 +216,7 @@ class _Loop:
         if not run.gives_all_the_same and number == num_blocks - 1:
             undo(self._streams)  # what was drawn in vain
             self._handed_on = run(self._entered, self.calls)
+        self._version = _version(self._handed_on)
         return (self._handed_on,) if self.blocks[-1].returns_tuple else self._handed_on
 
     def require(self, number: int) -> None:
@@ -221,18 +232,50 @@ class _Loop:
 class Turn:
     """What the model's loop gets in place of a converted block: to be called as the block; else it is the block."""
 
-    def __init__(self, loop: _Loop, whole: _Whole) -> None:
-        self._loop, self._whole = loop, whole
+    _loop: _Loop
+    _whole: _Whole
 
-    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def __init__(self, loop: _Loop, whole: _Whole) -> None:
+        self.__dict__.update(_loop=loop, _whole=whole)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not args:  # the state by its name
+            state = next(iter(inspect.signature(self._whole.block.forward).parameters))
+            args = (kwargs.pop(state),)
         try:
-            return self._loop.take(self._whole.number, x, args, kwargs)
+            return self._loop.take(self._whole.number, args[0], args[1:], kwargs)
         except Exception:
             self._loop.calls.clear()  # nobody has to be told that this loop was left
             raise
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._whole.block, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._whole.block, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._whole.block, name)
+
+
+def _marked(x: Tensor) -> Tensor:
+    """What stands for the state until the last turn: a copy, with a node of its own in the graph to know it by."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not x.is_floating_point():
+        return x
+    return x.detach().requires_grad_().clone()
+
+
+def _depends(given: Given, state: Tensor) -> bool:
+    """Whether a tensor among arguments was computed from this state."""
+    if torch.compiler.is_compiling() or state.grad_fn is None:
+        return False
+    found = [value for value in pytree.tree_leaves(given) if isinstance(value, Tensor) and value.requires_grad]
+    return any(state.grad_fn is node for value in found for node in graph_nodes(value))
+
+
+def _version(x: Tensor) -> int | None:
+    """How often a state was changed in place; a compiler sees that by itself."""
+    return None if torch.compiler.is_compiling() else version_of(x)
 
 
 def _alike(first: Given, second: Given) -> bool:

@@ -16,7 +16,7 @@ from test_saved_memory import saved_bytes
 from torch import Tensor, nn
 
 import revode
-from revode import Leapfrog, MidPoint, Momentum, ReversibleSequence
+from revode import AdditiveCoupling, Leapfrog, MidPoint, Momentum, ReversibleSequence
 
 
 def layer(width: int = 4) -> nn.Module:
@@ -360,3 +360,152 @@ def test_rooms_are_attributes_of_the_package() -> None:
     assert revode.training.configure
     assert revode.data.load
     assert {"stability", "training"} <= set(dir(revode))
+
+
+class Given(nn.Module):
+    """A branch whose gradients by its state, by what it is given and by its weights are one tensor, or the incoming one."""
+
+    def __init__(self, kind: str, shared: nn.Parameter) -> None:
+        super().__init__()
+        self.kind, self.shared = kind, shared
+        self.own = nn.Parameter(0.05 * torch.randn_like(shared))
+
+    def forward(self, q: Tensor, c: Tensor) -> Tensor:
+        if self.kind == "added to the state":
+            return torch.tanh((q + c) @ self.own)
+        if self.kind == "added to the value":
+            return torch.tanh(q @ self.own) + c
+        return torch.tanh(q @ (self.own + self.shared)) * (1 + c)
+
+
+@pytest.mark.parametrize("width", [8, 128])  # gradients of 128 KiB and more are kept as they come
+@pytest.mark.parametrize("options", [{}, {"exact": True}, {"anchor_every": 2}, {"backprop": "checkpoint"}], ids=str)
+@pytest.mark.parametrize("kind", ["added to the state", "added to the value", "added to a weight"])
+def test_sums_of_gradients_are_not_written_over_what_others_hold(
+    kind: str, options: dict[str, Any], width: int
+) -> None:
+    found = []
+    for chosen in (options | {"backprop": "store"}, options):
+        torch.manual_seed(0)
+        shared = nn.Parameter(0.05 * torch.randn(width, width))
+        sequence = ReversibleSequence([Given(kind, shared) for _ in range(6)], MidPoint(0.5), **chosen).double()
+        x, c = (torch.randn(width, width, dtype=torch.float64, requires_grad=True) for _ in range(2))
+        (x + sequence(x, c=c)).square().sum().backward()
+        found.append([t.grad for t in (x, c, *sequence.parameters())])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-9)
+
+
+def test_the_gradient_that_backward_is_given_stays_as_it_is() -> None:
+    shared = nn.Parameter(torch.zeros(128, 128))
+    sequence = ReversibleSequence([Given("added to the value", shared) for _ in range(4)], MidPoint(0.5)).double()
+    x, c = (torch.randn(128, 128, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    _, (_, q) = sequence(x, c=c, return_state=True)
+    given = torch.ones_like(q)
+    torch.autograd.backward([q], [given])
+    assert torch.equal(given, torch.ones_like(q))
+
+
+class TwoWeights(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.source = torch.Generator().manual_seed(0)
+        self.register_buffer("average", None)
+
+    def forward(self, q: Tensor) -> Tensor:
+        h = torch.tanh(self.b(torch.tanh(self.a(q)))) * (1 + 0.1 * torch.rand(4, generator=self.source, dtype=q.dtype))
+        mean = h.detach().mean(0)
+        self.average = mean if self.average is None else 0.9 * self.average + 0.1 * mean
+        return h * (1 + self.average)
+
+
+def tie(branch: TwoWeights) -> None:
+    branch.b.weight = branch.a.weight
+
+
+def take_bias_away(branch: TwoWeights) -> None:
+    branch.a.bias = None
+
+
+def replace_the_generator(branch: TwoWeights) -> None:
+    branch.source = torch.Generator().manual_seed(5)
+
+
+@pytest.mark.parametrize("change", [tie, take_bias_away, replace_the_generator, lambda branch: None])
+def test_what_changes_between_two_steps_is_noticed(change: Callable[[TwoWeights], None]) -> None:
+    found = []
+    for backprop in ("store", "reversible"):
+        torch.manual_seed(0)
+        sequence = sequence_of(TwoWeights, 3, backprop=backprop).double()
+        x = torch.randn(3, 4, dtype=torch.float64)
+        for _ in range(2):
+            sequence.zero_grad()
+            sequence(x).square().sum().backward()
+            for branch in sequence.fields:
+                change(branch)
+        sequence.zero_grad()
+        sequence(x).square().sum().backward()
+        state = [
+            tensor for branch in sequence.fields for tensor in (branch.average, torch.rand(1, generator=branch.source))
+        ]
+        found.append([*(p.grad for p in sequence.parameters()), *state])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-11, atol=1e-13)
+
+
+def test_statistics_that_are_taken_away_between_two_steps() -> None:
+    sequence = sequence_of(lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), 3)
+    x = torch.randn(5, 4)
+    sequence(x).sum().backward()
+    for branch in sequence.fields:
+        branch[1].running_mean = branch[1].running_var = branch[1].num_batches_tracked = None
+    sequence(x).sum().backward()
+    sequence.eval()(x).sum().backward()
+
+
+def test_batch_norm_over_processes_collects_its_statistics_once() -> None:
+    found = []
+    for backprop in ("store", "reversible"):
+        torch.manual_seed(0)
+        sequence = sequence_of(lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), 3, backprop=backprop).double()
+        sequence = nn.SyncBatchNorm.convert_sync_batchnorm(sequence)
+        sequence(torch.randn(5, 4, dtype=torch.float64)).square().sum().backward()
+        found.append([*(p.grad for p in sequence.parameters()), *sequence.buffers()])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("size", [0.0, 1e-12])
+@pytest.mark.parametrize("scheme", [MidPoint(0.2), Leapfrog(0.2), AdditiveCoupling()], ids=repr)
+def test_a_first_state_of_zeros_is_no_miss(scheme: Any, size: float, dtype: torch.dtype) -> None:
+    def make(**options: Any) -> ReversibleSequence:
+        return ReversibleSequence([layer() for _ in range(20)], scheme, split_dim=-1, **options).to(dtype)
+
+    halves = 2 if isinstance(scheme, AdditiveCoupling) else 1
+    x = torch.cat([size * torch.randn(3, 4, dtype=dtype), *[torch.randn(3, 4, dtype=dtype)] * (halves - 1)], -1)
+    make()(x).square().sum().backward()  # raises nothing, and warnings are errors
+    make()(x.flip(-1)).square().sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_wrong_walk_to_a_state_of_zeros_is_still_a_miss(dtype: torch.dtype) -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix, self.calls = nn.Linear(4, 4), [0]
+
+        def forward(self, q: Tensor) -> Tensor:
+            self.calls[0] += 1
+            return torch.tanh(self.mix(q)) * self.calls[0]
+
+    sequence = sequence_of(Counting).to(dtype)
+    with pytest.raises(revode.ReversalError):
+        sequence(torch.zeros(3, 4, dtype=dtype)).sum().backward()
+
+
+@pytest.mark.parametrize("backprop", ["reversible", "checkpoint"])
+def test_a_sequence_that_draws_inside_a_branch_repeats_its_numbers(backprop: str) -> None:
+    def make(**options: Any) -> ReversibleSequence:
+        inner = lambda: ReversibleSequence([layer() for _ in range(3)], revode.BDIA(0.5))  # noqa: E731
+        return sequence_of(inner, 3, **({"backprop": backprop} | options)).double()
+
+    compare_with_store(make, torch.randn(3, 4, dtype=torch.float64))

@@ -88,12 +88,16 @@ def size(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(flat[::every].float() if flat.dtype.itemsize < 4 else flat[::every]) * every**0.5
 
 
-def distance(now: Tensor, then: Tensor, arrived: Tensor, floor: Tensor | None = None) -> Tensor:
-    """‖now - then‖ of two fingerprints, relative to the tensor; what is too small to matter beside `floor` does not count."""
-    scale = torch.maximum(torch.linalg.vector_norm(then), size(arrived).to(then.dtype))
-    if floor is not None:
-        scale = scale + 1e-6 * torch.linalg.vector_norm(floor)
+def distance(now: Tensor, then: Tensor, arrived: Tensor, floor: Tensor) -> Tensor:
+    """‖now - then‖ of two fingerprints, relative to the tensor; a tensor smaller than `floor` counts as one of that size."""
+    scale = torch.maximum(torch.linalg.vector_norm(then), size(arrived).to(then.dtype)) + floor.to(then.dtype)
     return torch.linalg.vector_norm(now - then) / scale
+
+
+def rounding(dtype: torch.dtype, num_branches: int) -> float:
+    """The size of a state, in sizes of later ones, below which rounding alone could look like a wrong walk."""
+    threshold = min(WARN_ABOVE, largest_distance(dtype, exactly=False))
+    return min(0.01, num_branches * torch.finfo(dtype).eps / threshold)
 
 
 def largest_distance(dtype: torch.dtype, exactly: bool) -> float:

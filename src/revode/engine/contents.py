@@ -7,6 +7,7 @@ NumPy. Of any other module nothing is known, so every stream is watched around i
 from __future__ import annotations
 
 import inspect
+import itertools
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -16,13 +17,17 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import UninitializedParameter
 
-from revode.engine.randomness import Stream, held_by, held_streams
+from revode.engine.randomness import Stream, held_by, held_streams, is_generator
 
 _STATISTICS_ONLY = {_BatchNorm.forward, SyncBatchNorm.forward, _InstanceNorm.forward}
 """Forwards whose output in training mode does not depend on the buffers they update."""
 
 _MIND_GRADIENTS = (nn.RNNBase, nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 """Modules that take other kernels, which give other bits, where no gradient is wanted."""
+
+
+_NUM_OF_TORCH = len(vars(nn.Module()))
+"""Attributes that every module begins with."""
 
 
 class Slot(NamedTuple):
@@ -45,8 +50,8 @@ def collects_statistics(module: nn.Module) -> bool:
 def _is_torchs(module: nn.Module) -> bool:
     """Whether all that a call of this module does is known from its type."""
     kind = type(module)
-    if not kind.__module__.startswith(("torch.nn.modules.", "revode.")):
-        return False
+    if not kind.__module__.startswith(("torch.nn.modules.", "revode.")) or kind.__module__ == "revode.conversion":
+        return False  # what a converted container runs is not among its modules
     if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
         return False
     activation = getattr(module, "activation", None)  # of a transformer's layer or of our fields: any callable
@@ -59,7 +64,14 @@ def _draws(module: nn.Module) -> bool:
         return module.training and module.p > 0.0
     if isinstance(module, nn.MultiheadAttention | nn.RNNBase):
         return module.training and module.dropout > 0.0
+    if _is_sequence(module):
+        return module.scheme_now().draws
     return module.training if isinstance(module, nn.RReLU) else True
+
+
+def _is_sequence(module: nn.Module) -> bool:
+    """Whether it is a `ReversibleSequence`, which knows this room."""
+    return hasattr(type(module), "scheme_now")
 
 
 _DRAWING = (
@@ -87,7 +99,7 @@ class Contents:
         """Names of the large buffers that calls were seen to change; None before the first call."""
         self._find_tensors(branch)
         self.is_known = all(_is_torchs(module) for module in self.modules)
-        self._drawing = [module for module in self.modules if isinstance(module, _DRAWING)]
+        self._drawing = [module for module in self.modules if isinstance(module, _DRAWING) or _is_sequence(module)]
         self.minds_gradients = any(isinstance(module, _MIND_GRADIENTS) for module in self.modules)
         self.generators: list[Stream] = [] if self.is_known else self._find_generators()
         self.takes = _keywords_of(branch)
@@ -96,12 +108,17 @@ class Contents:
         """Whether it adds its own input, once that was looked for."""
 
     def _measure(self) -> list[Any]:
-        """What changes when modules, parameters, buffers or attributes come or go."""
+        """What changes when modules, parameters, buffers, generators or attributes come or go, or parameters are tied."""
         measure: list[Any] = []
         for module in self.modules:
             hooks = len(module._forward_hooks) + len(module._forward_pre_hooks)
-            own = (type(module), len(module.__dict__), len(module._parameters), len(module._buffers), hooks)
+            absent = [key for key, buffer in module._buffers.items() if buffer is None] if module._buffers else None
+            parameters = [*map(id, module._parameters.values())]
+            own = (type(module), len(module.__dict__), parameters, len(module._buffers), absent, hooks)
             measure += [own, *module._modules.values()]
+            if not type(module).__module__.startswith("torch.nn.modules."):
+                attributes = itertools.islice(module.__dict__.values(), _NUM_OF_TORCH, None)
+                measure += [id(value) for value in attributes if is_generator(value)]
         return measure
 
     def is_current(self) -> bool:

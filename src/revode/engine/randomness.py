@@ -134,6 +134,11 @@ def _inside(value: Any) -> Iterable[Any]:
     return list(vars(value).values()) if hasattr(value, "__dict__") else []
 
 
+def is_generator(value: Any) -> bool:
+    """Whether `value` itself is a generator of torch, Python or NumPy."""
+    return isinstance(value, torch.Generator | random.Random) or type(value).__module__.startswith("numpy.random")
+
+
 def _stream_of(value: Any) -> Stream | None:
     """The stream that `value` is, if it is a generator."""
     if isinstance(value, torch.Generator):

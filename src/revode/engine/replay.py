@@ -165,10 +165,11 @@ def _set_modes(modules: list[nn.Module], modes: list[bool]) -> None:
 def _idle_statistics(contents: Contents) -> list[tuple[Slot, Tensor | None]]:
     """What to lend in place of the running statistics that norms in training mode would update.
 
-    They do not use them, so nothing will do; but a module that we do not know might look at them.
+    They do not use them, so nothing will do; but a module that we do not know might look at them, and SyncBatchNorm does.
     """
-    slots = [slot for module, slots in contents.statistics if module.training for slot in slots]
-    if contents.is_known:
+    collecting = [(module, slots) for module, slots in contents.statistics if module.training]
+    slots = [slot for _, slots in collecting for slot in slots]
+    if contents.is_known and not any(isinstance(module, nn.SyncBatchNorm) for module, _ in collecting):
         return [(slot, None) for slot in slots]
     copies = _copies({slot.name: slot.tensor for slot in slots})
     return [(slot, copies[slot.name]) for slot in slots]

@@ -130,13 +130,18 @@ class ReversibleSegment:
                 "(an optimizer step?): its gradient would be that of another network; call backward first"
             )
 
-    def verify(self, then: Sequence[Tensor], arrived: Sequence[Tensor]) -> None:
-        """Compare what the walk back arrived at with what forward had seen: the first state, and perhaps its branch's value."""
+    def verify(self, then: Sequence[Tensor], arrived: Sequence[Tensor], end: Tensor) -> None:
+        """Compare what the walk back arrived at with what forward had seen: the first state, and perhaps its branch's value.
+
+        `end` is the size of a state at the end; beside it, a first state of zeros is rebuilt to rounding only.
+        """
         exactly, dtype = self.chain.grid is not None, arrived[0].dtype
+        floor = arrival.rounding(dtype, self.stop - self.start) * end
+        floors = (floor, floor + 1e-6 * torch.linalg.vector_norm(then[0]))
         distances = torch.stack(
             [
-                arrival.distance(arrival.fingerprint(tensor, exactly), known, tensor, floor)
-                for tensor, known, floor in zip(arrived, then, (None, then[0]), strict=False)
+                arrival.distance(arrival.fingerprint(tensor, exactly), known, tensor, smallest)
+                for tensor, known, smallest in zip(arrived, then, floors, strict=False)
             ]
         )
         if self.chain.traced:
@@ -244,6 +249,7 @@ def _walk_back(ctx: Any, *grad_outputs: Any) -> Any:
     if not chain.traced:  # once here, and not at each branch
         gp, gq = (None if g is None else with_strides(g, p.stride()) for g in (gp, gq))
     grads = _Gradients(segment.inputs, chain.traced)
+    end = arrival.size(p) if fingerprints else None
     u: Tensor | None = None
     known: Any = None
     for index in reversed(range(segment.start, segment.stop)):
@@ -279,7 +285,8 @@ def _walk_back(ctx: Any, *grad_outputs: Any) -> Any:
             # Without a tie to the gradients, the compiler would put the check, and all that it needs, into the forward graph.
             tie = sum(0.0 * grad.reshape(-1)[0] for grad in grad_outputs if grad is not None)
             arrived = [tensor + tie for tensor in arrived]
-        segment.verify(fingerprints, arrived)
+        assert end is not None
+        segment.verify(fingerprints, arrived, end)
     num_arguments = len(segment.arguments)
     return None, gp if ctx.needs_input_grad[1] else None, gq, *[None] * num_arguments, *grads.sums
 
@@ -332,6 +339,9 @@ class _Gradients:
     Small tensors that live on, allocated between large ones that come and go, would pin the heap: the process would grow
     with depth although nothing is kept. They are copied to memory taken before the walk back; large ones live in pages of
     their own.
+
+    Autograd may give one tensor for several inputs, or the incoming gradient itself. So what comes first to a slot is only
+    read, and sums are written over what was made here.
     """
 
     def __init__(self, inputs: Sequence[Tensor], traced: bool) -> None:
@@ -341,6 +351,7 @@ class _Gradients:
         # One call for all of them; what they hold is written over.
         memory = torch._foreach_neg([inputs[slot] for slot in small]) if small else ()  # pyright: ignore[reportPrivateImportUsage]
         self._memory = dict(zip(small, memory, strict=True))
+        self._made_here = set(small)
 
     def add(self, slots: Sequence[int], grads: Sequence[Tensor | None], scale: float) -> None:
         """Add what one branch gives for these slots."""
@@ -372,10 +383,13 @@ class _Gradients:
             # Sparse gradients (of an embedding) are added to dense ones, not the other way round.
             swap = total is not None and total.layout != torch.strided and grad.layout == torch.strided
             self.sums[slot] = _plus(grad * scale, total) if swap else _plus(total, grad, scale)
-        elif total is not None:
+        elif total is None:
+            self.sums[slot] = grad if scale == 1.0 and grad._base is None else grad * scale
+        elif slot in self._made_here:
             torch.add(total, grad, alpha=scale, out=total)
         else:
-            self.sums[slot] = grad if scale == 1.0 and grad._base is None else grad * scale
+            self.sums[slot] = torch.add(total, grad, alpha=scale)
+            self._made_here.add(slot)
 
 
 def _pins_the_heap(tensor: Tensor) -> bool:
