@@ -158,7 +158,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "revnet-38": {},
     "hamiltonian-74": {"norm": "batch", "h": 1.0},
     "midpoint-26": {"norm": "batch", "h": 1.0},
-    "leapfrog-26": {"norm": "batch", "h": 1.0},
+    "leapfrog-26": {"norm": "batch", "h": 0.3},
 }
 """A network of each family -> its options with batch norm and the h that validation images chose (docs/reproduction.md)."""
 FIVE_EPOCHS: dict[str, Any] = {
