@@ -219,3 +219,10 @@ def test_a_u_net_is_refined_on_its_way_down_and_up():
     deep = revode.refine(model, "unet-2d")
     assert deep.config.blocks == (4, 4, 4)
     assert deep.config.h == pytest.approx(model.config.h / 2)
+
+
+def test_damping_of_a_network_with_connectors_is_that_of_its_steps():
+    net = revode.create_model("leapfrog-14", damping=0.1)
+    deep = config_at_depth(net.config, "leapfrog-38")
+    kept = [(1 - config.damping) ** sum(config.stage_blocks) for config in (net.config, deep)]
+    assert kept[0] == pytest.approx(kept[1])

@@ -250,3 +250,48 @@ def test_hamiltonian_218_on_32_images_takes_under_a_minute_and_a_gigabyte(tmp_pa
     seconds = min(time.perf_counter() - began, after.ru_utime - before.ru_utime)
     assert seconds < 60
     assert after.ru_maxrss * 1024 < 1e9
+
+
+def test_two_networks_of_one_name_are_told_apart(tmp_path, capsys):
+    common = ["--num-images", "2", "--out", str(tmp_path)]
+    options = "blocks=[2,2],channels=[4,8],h=0.05"
+    assert (
+        main(["analyze", "hamiltonian-digits", "--options", options, "--against", "hamiltonian-digits", *common]) == 0
+    )
+    text = capsys.readouterr().out
+    assert "hamiltonian-digits against hamiltonian-digits (2)" in text
+    assert "hamiltonian-digits (2), finite size" in (tmp_path / "stability.html").read_text()
+
+
+def test_a_run_is_analysed_on_images_of_its_own_edge(tmp_path, capsys, monkeypatch):
+    from revode.commands import analyze as command
+    from revode.training import configure, train
+
+    options = {"blocks": [2, 2], "channels": [4, 8]}
+    settings = {"levels": "18@4:1,18@8:1", "max_steps": 1, "report": False, "options": options}
+    train(configure(model="hamiltonian-74", dataset="digits", **settings), tmp_path / "run")
+    seen = []
+    found = command._images
+    monkeypatch.setattr(command, "_images", lambda *args: seen.append(found(*args)) or seen[-1])
+    assert main(["analyze", str(tmp_path / "run"), "--num-images", "2"]) == 0
+    assert seen[0][0].shape == (2, 1, 4, 4)
+
+
+def test_a_network_that_overflows_is_said_to(tmp_path, capsys):
+    options = "blocks=[12,12],channels=[8,16],norm=batch,h=1e30"
+    assert main(["analyze", "hamiltonian-digits", "--options", options, "--out", str(tmp_path)]) == 2
+    assert "overflow on these images" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["empty", "archive", "complex"])
+def test_a_file_that_is_no_array_of_images_is_refused(kind, tmp_path, capsys):
+    path = tmp_path / "images.npy"
+    if kind == "empty":
+        path.touch()
+    elif kind == "archive":
+        np.savez(tmp_path / "images", np.zeros((2, 1, 8, 8)))
+        (tmp_path / "images.npz").rename(path)
+    else:
+        np.save(path, np.zeros((2, 1, 8, 8), dtype=np.complex64))
+    assert main(["analyze", "hamiltonian-digits", "--dataset", str(path), "--out", str(tmp_path)]) == 2
+    assert "images.npy" in capsys.readouterr().err

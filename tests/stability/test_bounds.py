@@ -190,3 +190,9 @@ def test_bad_input_is_refused():
         suggest_h(model, images(), safety=2)
     with pytest.raises(ValueError, match="tolerance must lie"):
         step_bounds(model, images(), tolerance=0)
+
+
+@pytest.mark.parametrize(("activation", "falls"), [("tanh", False), ("relu", False), ("gelu", True), ("silu", True)])
+def test_a_bound_that_is_no_guarantee_says_so(activation, falls):
+    bounds = step_bounds(small_network("leapfrog", activation=activation, norm="none"), images())
+    assert all(bound.flipped == falls for bound in bounds)

@@ -74,3 +74,9 @@ def test_bad_input_is_refused():
         StabilityMonitor(quantities=("entropy",))
     with pytest.raises(ValueError, match="no reversible units"):
         StabilityMonitor(images()).on_step(torch.nn.Linear(2, 2), 0)
+
+
+def test_statistics_that_are_not_finite_have_no_numbers():
+    model = small_network("hamiltonian", norm="batch")
+    next(m for m in model.modules() if isinstance(m, torch.nn.BatchNorm2d)).running_var[0] = float("inf")
+    assert StabilityMonitor(images()).on_step(model, 0) == {}

@@ -117,3 +117,18 @@ def test_scores_answer_to_noise_and_more_to_an_adversary():
     for random, chosen in zip(noise, adversary, strict=True):
         assert 0.0 < random.logit_change < chosen.logit_change
         assert 0.0 <= random.flipped <= 1.0
+
+
+@pytest.mark.parametrize("transition", ["pool_pad", "squeeze"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_nothing_grows_in_units_that_do_nothing(family, transition):
+    if transition == "squeeze" and family not in ("hamiltonian", "leapfrog", "midpoint"):
+        pytest.skip("this family does not squeeze")
+    options = {"transition": "squeeze", "blocks": (2, 2), "channels": (4, 16)} if transition == "squeeze" else {}
+    model = small_network(family, **options).eval().double()
+    for unit in (module for module in model.modules() if isinstance(module, ReversibleSequence)):
+        for parameter in unit.parameters():
+            torch.nn.init.zeros_(parameter)
+    found = signal_propagation(model, images())
+    assert found.signal_growth == pytest.approx(1.0)
+    assert found.gradient_growth == pytest.approx(1.0)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from revode import AdditiveCoupling, Leapfrog, MidPoint, Momentum, ReversibleSequence, SymmetricField, Verlet
 from revode.schemes import SCHEMES
@@ -129,3 +130,12 @@ def test_bad_input_is_refused():
         drift(sequence(5), state(), depths=(6,))
     with pytest.raises(ValueError, match="h must be a positive number"):
         drift(sequence(5), state(), steps=(-0.1,))
+
+
+def test_measuring_leaves_running_statistics_alone():
+    branches = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(3)]
+    sequence = ReversibleSequence(branches, MidPoint(h=0.1))
+    before = {name: tensor.clone() for name, tensor in sequence.state_dict().items()}
+    reconstruction_error(sequence, torch.randn(5, 4))
+    reconstruction_profile(sequence, torch.randn(5, 4))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in sequence.state_dict().items())

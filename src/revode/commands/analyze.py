@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--seed is {args.seed}; expected 0 or more, and less than 2^63")
     check_folder(args.out)
     use_threads(args.threads)
-    first, dataset = _network(args.subject, args.options, args.seed, args.pretrained)
+    first, dataset, run = _network(args.subject, args.options, args.seed, args.pretrained)
     networks = [(args.subject, first)]
     if args.against:
         networks.append((args.against, _network(args.against, "", args.seed)[0]))
@@ -77,9 +77,10 @@ def run(args: argparse.Namespace) -> int:
     results = []
     source = ""
     for subject, model in networks:
-        images, labels, source = _images(name, args.data_root, args.num_images, model)
+        images, labels, source = _images(name, args.data_root, args.num_images, model, run if model is first else None)
         whose = Path(subject).name if Path(subject).exists() else args.pretrained if model is first else None
         label = model.config.name + (f" ({whose})" if whose else "")
+        label += " (2)" if any(result.name == label for result in results) else ""
         note = lambda line: passing(f"measuring: {line}")  # noqa: E731
         results.append(analyze(model, images, labels, name=label, seed=args.seed, note=note))
     passing("")
@@ -97,8 +98,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _network(subject: str, options: str, seed: int, pretrained: str | None = None) -> tuple[Any, str | None]:
-    """The network, and the data set it was trained on."""
+def _network(subject: str, options: str, seed: int, pretrained: str | None = None) -> tuple[Any, str | None, Any]:
+    """The network, the data set it was trained on, and its run, as far as they are known."""
     import torch
 
     import revode
@@ -113,35 +114,41 @@ def _network(subject: str, options: str, seed: int, pretrained: str | None = Non
         from revode.training.run import load_run
 
         found = load_run(path)
-        return found.model, found.config.data.dataset
+        return found.model, found.config.data.dataset, found
     if path.is_file():
-        return revode.load(path), None
+        return revode.load(path), None, None
     if path.suffix or len(path.parts) > 1:
         raise ValueError(f"there is no run and no file {subject}; give a named network (see `revode models`) or a run")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return revode.create_model(subject, pretrained=pretrained, **convert(LEAVES["options"], options)), pretrained
+        model = revode.create_model(subject, pretrained=pretrained, **convert(LEAVES["options"], options))
+        return model, pretrained, None
 
 
-def _images(name: str, root: str | None, num_images: int, model: Any) -> tuple[Any, Any, str]:
-    """Images in the shape that the model takes, their labels where they have any, and what they are in words."""
+def _images(name: str, root: str | None, num_images: int, model: Any, run: Any) -> tuple[Any, Any, str]:
+    """Images in the shape that the model takes, their labels where they have any, and what they are in words.
+
+    Those of a run are of the edge that it ended with, from where it had them unless `root` says another place.
+    """
     import torch
 
     from revode import data
     from revode.training.run import images_as_seen
 
     if name.endswith(".npy"):
-        images, labels, source = _read_array(name, num_images), None, Path(name).name
+        images, labels, source, own = _read_array(name, num_images), None, Path(name).name, False
     else:
-        dataset = data.load(name, root)
-        images, labels = images_as_seen(dataset, dataset.test or dataset.train, num_images)
+        own = run is not None and name == run.config.data.dataset
+        dataset = data.load(name, root or (run.config.record.data_root if own else None))
+        edge = model.config.image_size if own else None
+        images, labels = images_as_seen(dataset, dataset.test or dataset.train, num_images, edge)
         source = name
     config = model.config
     if labels is not None and int(labels.max()) >= config.num_classes:
         labels = None
     if images.shape[1] == 1 < config.in_channels:
         images = images.repeat(1, config.in_channels, 1, 1)
-    if name == "digits" and images.shape[-1] < config.image_size:
+    if name == "digits" and not own and images.shape[-1] < config.image_size:
         size = (config.image_size, config.image_size)
         images = torch.nn.functional.interpolate(images, size, mode="bilinear", align_corners=False)
         source += f" enlarged to {size[0]}x{size[1]}"
@@ -154,9 +161,11 @@ def _read_array(name: str, num_images: int) -> Any:
 
     try:
         array = np.load(name, allow_pickle=False)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError) as error:
         raise ValueError(f"cannot read images from {name}: {error}") from error
-    if array.ndim != 4 or not np.issubdtype(array.dtype, np.number):
+    if not isinstance(array, np.ndarray):
+        raise ValueError(f"{name} is not an array but an archive of some; give one .npy file")
+    if array.ndim != 4 or not np.issubdtype(array.dtype, np.number) or np.iscomplexobj(array):
         raise ValueError(f"{name} holds {array.dtype} of shape {array.shape}; expected numbers of shape (N, C, H, W)")
     images = torch.from_numpy(array[:num_images].astype("float32"))
     if not bool(torch.isfinite(images).all()):

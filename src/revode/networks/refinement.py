@@ -127,7 +127,7 @@ def config_at_depth(config: NetworkConfig, name: str) -> NetworkConfig:
         )
     ratios = [own / new for own, new in zip(config.stage_blocks, target.stage_blocks, strict=True)]
     h = tuple(config.step_size(unit) * ratios[unit] for unit in range(len(config.blocks)))
-    damping = 1.0 - (1.0 - config.damping) ** (sum(config.blocks) / sum(target.blocks))
+    damping = 1.0 - (1.0 - config.damping) ** (sum(config.stage_blocks) / sum(target.stage_blocks))
     return dataclasses.replace(target, h=h, horizon=None, damping=damping)
 
 

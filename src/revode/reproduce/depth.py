@@ -188,9 +188,8 @@ def _growth(values: dict[int, float]) -> float:
 
 def _table(caption: str, values: Curves, layers: list[int]) -> Table:
     rows = [{"layers": f"{n:,}"} | {name: _number(row.get(n)) for name, row in values.items()} for n in layers]
-    if len(layers) == max(map(len, values.values())):
-        growth = {name: f"{_growth(row):.3g}" for name, row in values.items()}
-        rows.append({"layers": "deepest / shallowest"} | growth)
+    growth = {name: f"{_growth(row):.3g}" if len(row) == len(layers) else ABSENT for name, row in values.items()}
+    rows.append({"layers": "deepest / shallowest"} | growth)
     rows.append({"layers": "paper"} | {name: "constant" if "reversible" in name else ABSENT for name in values})
     return Table(rows, caption)
 

@@ -239,10 +239,11 @@ def _entry(outcome: Outcome) -> dict[str, Any]:
 def _origin(item: Item, plan: Budget, outcomes: list[Outcome], setup: Setup) -> dict[str, Any]:
     """What the numbers depend on: command, seeds, time, versions, hardware."""
     trains = any(isinstance(task, TrainingRun) for task in plan.tasks)
-    # Where data lie is the reader's own, and what trains nothing needs no flags.
+    # Where data lie is the reader's own, and what trains nothing needs neither processes nor precision.
     command = f"revode reproduce {item.name} --budget {setup.budget}"
-    if trains:
+    if any(hasattr(task, "seed") for task in plan.tasks):
         command += "" if setup.num_seeds is None else f" --seeds {setup.num_seeds}"
+    if trains:
         command += f" --processes {setup.processes}" if setup.processes > 1 else ""
         command += f" --autocast {setup.autocast}" if setup.autocast != "none" else ""
     results = [outcome.result for outcome in outcomes]

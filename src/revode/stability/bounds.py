@@ -148,11 +148,12 @@ class LayerBound:
         unit: number of its unit.
         step: its number in the unit.
         h: the step size in use.
-        sharp: largest stable h at a frozen state; infinite if the field is zero.
+        sharp: the bound on h at a frozen state; infinite if the field is zero.
         cheap: an estimate from below, from the norms of single operators.
         basis: ``"weights"`` if it holds at any state, ``"state"`` if it was computed at the given one.
-        flipped: whether a batch norm in the field has negative weights. The field is then no longer the force of a convex
-            potential (nor antisymmetric up to a scale), and a step within its bound may grow all the same.
+        flipped: whether a batch norm in the field has negative weights, or an activation a negative slope. The field is then no
+            longer the force of a convex potential (nor antisymmetric up to a scale), and a step within its bound may grow all
+            the same. So it may where a norm leads the field, and for branches of one's own (``basis="state"``).
     """
 
     unit: int
@@ -165,7 +166,7 @@ class LayerBound:
 
     @property
     def usage(self) -> float:
-        """h as a fraction of its bound; above 1 the step is unstable."""
+        """h as a fraction of its bound; above 1 a step at a frozen state may grow."""
         return self.h / self.sharp
 
     @property
@@ -301,14 +302,20 @@ def _channel_scale(norm: nn.Module | None, operator: LinearOperator) -> Tensor |
 
 
 def _flips(module: nn.Module) -> bool:
-    """Whether it is a batch norm that changes the sign of a channel."""
-    return isinstance(module, _BatchNorm) and module.weight is not None and bool((module.weight < 0).any())
+    """Whether it is a batch norm that changes the sign of a channel, or has an activation that falls somewhere."""
+    if isinstance(module, _BatchNorm):
+        return module.weight is not None and bool((module.weight < 0).any())
+    activation = getattr(module, "activation", None)
+    return callable(activation) and bool((_slopes(activation) < 0).any())
 
 
 def largest_slope(activation: Callable[[Tensor], Tensor]) -> float:
     """κ = sup |σ'|, on a fine grid from -20 to 20."""
-    x = torch.linspace(-20.0, 20.0, 40001, dtype=torch.float64)
-    return float(slope(activation, x).abs().max())
+    return float(_slopes(activation).abs().max())
+
+
+def _slopes(activation: Callable[[Tensor], Tensor]) -> Tensor:
+    return slope(activation, torch.linspace(-20.0, 20.0, 40001, dtype=torch.float64))
 
 
 def largest_usage(bounds: list[LayerBound]) -> LayerBound | None:

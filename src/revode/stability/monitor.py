@@ -67,7 +67,7 @@ class StabilityMonitor:
         if step % self.every:
             return {}
         model = unwrapped(model)
-        if any(not bool(torch.isfinite(p).all()) for p in model.parameters()):
+        if any(t.is_floating_point() and not bool(torch.isfinite(t).all()) for t in model.state_dict().values()):
             return {}
         images = self._images(model)
         found = {name: QUANTITIES[name](model, images) for name in self.quantities}
@@ -78,6 +78,6 @@ class StabilityMonitor:
             config: Any = getattr(model, "config", None)
             if config is None:
                 raise ValueError(f"{type(model).__name__} does not say the size of its input: give the monitor images")
-            shape = (self.num_images, config.in_channels, config.image_size, config.image_size)
-            self.images = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+            shape = config.image_shape()
+            self.images = torch.randn((self.num_images, *shape), generator=torch.Generator().manual_seed(0))
         return self.images[: self.num_images].to(next(model.parameters()).device)

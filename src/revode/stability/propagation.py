@@ -92,11 +92,17 @@ def _norms(model: nn.Module, images: Tensor, labels: Tensor | None) -> tuple[lis
     with torch.enable_grad():
         loss = _loss(walk(model, images.detach().clone().requires_grad_(), visit), labels)
         leaves = [part for _, _, parts in seen for part in parts]
-        gradients = iter(torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True))
+        gradients = iter(torch.autograd.grad(loss, leaves, allow_unused=True))
     norms = []
-    for _, unit, parts in seen:
+    for place, unit, parts in seen:
+        found = [next(gradients) for _ in parts]
+        if (
+            place.kind == "leave" and len(parts) == 2 and found[0] is None
+        ):  # a pair was asked for, its newest state goes on
+            parts, found = parts[1:], found[1:]
+        costates = tuple(torch.zeros_like(p) if g is None else g for p, g in zip(parts, found, strict=True))
         # The co-state lives in the dual coordinates: where states are scaled by √½, gradients are by √2.
-        costate = flatten_state(unit, tuple(next(gradients) for _ in parts)) / pair_scale(unit, parts) ** 2
+        costate = flatten_state(unit, costates) / pair_scale(unit, parts) ** 2
         both = torch.stack((flatten_state(unit, parts).detach(), costate))
         norms.append(torch.linalg.vector_norm(both, dim=2))
     return [place for place, _, _ in seen], torch.stack(norms)

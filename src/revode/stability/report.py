@@ -65,14 +65,14 @@ def _step_size(analysis: Analysis) -> str:
     where = f"block {top.step + 1} of unit {top.unit + 1}"
     text = f"At h = {top.h:g} the tightest layer ({where}) uses {top.usage:.0%} of its bound: "
     if top.usage > 1.0:
-        text += f"it is beyond what is stable at a frozen state. h up to {top.sharp:.3g} would be within."
+        text += f"even at a frozen state it may grow. h up to {top.sharp:.3g} would be within."
     else:
         text += f"h could be up to {top.sharp:.3g}."
     flipped = sum(bound.flipped for bound in analysis.bounds)
     if flipped:
         text += (
-            f" In {flipped} of {len(analysis.bounds)} layers batch norm has negative weights; there a step within its "
-            "bound may grow all the same."
+            f" In {flipped} of {len(analysis.bounds)} layers a batch norm has negative weights or an activation has a negative "
+            "slope; there a step within its bound may grow all the same."
         )
     return text
 
@@ -83,10 +83,12 @@ def _eigenvalues(analysis: Analysis) -> str:
             f"With weights and state frozen, all eigenvalues lie on the imaginary axis "
             f"(real parts below {analysis.axis_distance:.0e} of the largest modulus, {analysis.radius:.3g})."
         )
-    return (
-        f"Even with weights and state frozen, eigenvalues leave the imaginary axis: real parts reach "
-        f"{analysis.max_real:+.3g} at a largest modulus of {analysis.radius:.3g}."
-    )
+    where = f"real parts reach {analysis.max_real:+.3g} at a largest modulus of {analysis.radius:.3g}"
+    if analysis.max_real < 0.0:
+        return (
+            f"With weights and state frozen, all eigenvalues lie left of the imaginary axis, as damping wants: {where}."
+        )
+    return f"Even with weights and state frozen, eigenvalues leave the imaginary axis: {where}."
 
 
 def _energy(analysis: Analysis) -> str:

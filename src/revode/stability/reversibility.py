@@ -74,6 +74,7 @@ def relative_error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float
 
 def reconstruction_error(sequence: ReversibleSequence, x: Tensor) -> float:
     """The relative error of ``inverse`` after ``forward``; on a grid, of the rounded input it promises to return."""
+    sequence = copy.deepcopy(sequence)  # a call in training mode moves running statistics
     with torch.no_grad():
         _, state = sequence(x, return_state=True)
         again = sequence.inverse(state)
@@ -88,6 +89,7 @@ def unit_reconstruction_errors(model: nn.Module, images: Tensor) -> list[float]:
 
 def reconstruction_profile(sequence: ReversibleSequence, x: Tensor | State) -> list[float]:
     """The relative error of the state on the way back: at the entrance, then after each step; the last is 0."""
+    sequence = copy.deepcopy(sequence)
     with torch.no_grad():
         states = list(sequence.states(x))
         started = None if isinstance(x, Tensor) else True

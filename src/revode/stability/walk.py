@@ -109,6 +109,10 @@ def calibrate_batch_norm(model: nn.Module, images: Tensor) -> int:
     if fresh:
         model(images)
         model.eval()
+    if any(not bool(torch.isfinite(norm.running_var).all()) for norm in fresh if norm.running_var is not None):
+        raise ValueError(
+            "states of this network overflow on these images, so there is nothing to analyse: take a smaller h or horizon"
+        )
     return len(fresh)
 
 
@@ -179,7 +183,7 @@ def unit_states(model: nn.Module, images: Tensor) -> list[tuple[ReversibleSequen
 def unit_inputs(model: nn.Module, images: Tensor) -> list[tuple[ReversibleSequence, Tensor]]:
     """Every unit with its input, as the one tensor that ``unit(x)`` takes."""
     return [
-        (unit, unit.scheme.readout(cast(State, parts), unit.split_dim) if unit.scheme.splits else parts[-1])
+        (unit, parts[-1] if len(parts) == 1 else unit.scheme.undo_init(cast(State, parts), unit.split_dim))
         for unit, (parts, *_) in unit_states(model, images)
     ]
 
