@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -339,7 +340,9 @@ def _changes(run: Outcome) -> list[dict[str, str]]:
     for line in run.lines("level"):
         step, left = line["step"], line.get("accuracy")
         before = statistics.fmean([loss for at, loss in losses.items() if at <= step][-RECENT:])
-        recovered = next((at - step for at, loss in losses.items() if at > step and loss <= before), None)
+        # A line is of the steps since the one before it, so the first may be of both levels.
+        later = itertools.pairwise(losses.items())
+        recovered = next((at - step for (since, _), (at, loss) in later if since >= step and loss <= before), None)
         rows.append(
             {
                 "at step": f"{step:,}",
