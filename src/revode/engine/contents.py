@@ -26,6 +26,7 @@ _MIND_GRADIENTS = (nn.RNNBase, nn.MultiheadAttention, nn.TransformerEncoderLayer
 """Modules that take other kernels, which give other bits, where no gradient is wanted."""
 
 
+_OF_TORCH = {value for value in vars(nn).values() if isinstance(value, type)}
 _NUM_OF_TORCH = len(vars(nn.Module()))
 """Attributes that every module begins with."""
 
@@ -111,14 +112,19 @@ class Contents:
         """What changes when modules, parameters, buffers, generators or attributes come or go, or parameters are tied."""
         measure: list[Any] = []
         for module in self.modules:
+            kind, attributes = type(module), module.__dict__
+            parameters, buffers = module._parameters, module._buffers
             hooks = len(module._forward_hooks) + len(module._forward_pre_hooks)
-            absent = [key for key, buffer in module._buffers.items() if buffer is None] if module._buffers else None
-            parameters = [*map(id, module._parameters.values())]
-            own = (type(module), len(module.__dict__), parameters, len(module._buffers), absent, hooks)
-            measure += [own, *module._modules.values()]
-            if not type(module).__module__.startswith("torch.nn.modules."):
-                attributes = itertools.islice(module.__dict__.values(), _NUM_OF_TORCH, None)
-                measure += [id(value) for value in attributes if is_generator(value)]
+            measure += (kind, len(attributes), len(parameters), len(buffers), hooks)
+            if parameters:
+                measure += map(id, parameters.values())
+            if buffers:
+                measure += [buffer is None for buffer in buffers.values()]
+            if module._modules:
+                measure += module._modules.values()
+            if kind not in _OF_TORCH:
+                own = itertools.islice(attributes.values(), _NUM_OF_TORCH, None)
+                measure += [id(value) for value in own if is_generator(value)]
         return measure
 
     def is_current(self) -> bool:
