@@ -144,10 +144,16 @@ def graph_bytes(output: Tensor, inputs: Iterable[Tensor], exclude: Iterable[Tens
 
 
 def _saved_by(node: Any) -> list[Tensor]:
-    """The tensors one node of a graph keeps."""
-    values = list(getattr(node, "saved_tensors", ()))
+    """The tensors one node of a graph keeps; not those that hooks would make anew, as torch's checkpoint does."""
+    values: list[Any] = []
     for name in dir(node):
-        if name.startswith("_saved_"):
-            value = getattr(node, name)
+        if not name.startswith("_raw_saved_"):
+            continue
+        raw = getattr(node, name)
+        parts = raw if isinstance(raw, tuple | list) else [raw]
+        if any(getattr(part, "unpack_hook", None) is not None for part in parts):
+            values.extend(getattr(part, "data", None) for part in parts)
+        else:
+            value = getattr(node, "saved_tensors" if name == "_raw_saved_tensors" else name.removeprefix("_raw"))
             values.extend(value if isinstance(value, tuple | list) else [value])
     return [value for value in values if isinstance(value, Tensor)]
