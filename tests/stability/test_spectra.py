@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from revode import AdditiveCoupling, AntisymmetricField, Leapfrog, MidPoint, SymmetricField, Verlet
+from revode import BDIA, AdditiveCoupling, AntisymmetricField, Leapfrog, MidPoint, SymmetricField, Verlet
 from revode.networks.blocks import PreActivation
 from revode.stability import Jacobian, right_hand_side, similar_matrix, spectrum, step_map
 from revode.stability.spectra import frozen
@@ -157,3 +157,11 @@ def test_a_wide_unit_has_all_its_eigenvalues_too():
     model = create_model("leapfrog-26", blocks=(2, 2), channels=(4, 32), image_size=8)
     sizes = [len(values) for values in unit_spectra(model, torch.randn(2, 3, 8, 8), max_size=100).values()]
     assert sizes[-1] == 2 * 32 * 2 * 2
+
+
+@pytest.mark.parametrize(
+    "scheme", [MidPoint(0.1), MidPoint(0.1, blend=0.5), MidPoint(0.1, blend=0.0), BDIA(0.1)], ids=repr
+)
+def test_every_first_order_scheme_discretises_the_ode_of_its_field(scheme):
+    y = torch.randn(3, 4, dtype=torch.float64)
+    torch.testing.assert_close(right_hand_side(scheme, [lambda y: -y])(y), -y)

@@ -20,14 +20,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from revode.schemes import Field, Scheme, State
+from revode.schemes import Field, Scheme, State, is_number
 
 StateMap = Callable[[State], State]
 
 
 def is_first_order(scheme: Scheme) -> bool:
-    """Whether the scheme carries two successive states of y' = F(y), as MidPoint does."""
-    return not scheme.splits and scheme.coupling(0).keep == 0.0
+    """Whether the scheme carries two successive states of y' = F(y), as MidPoint does, blended or not."""
+    return not scheme.splits and scheme.carry >= 0.0
 
 
 def right_hand_side(scheme: Scheme, fields: Sequence[Field]) -> Callable:
@@ -53,7 +53,10 @@ def right_hand_side(scheme: Scheme, fields: Sequence[Field]) -> Callable:
         return pair
     (field,) = fields
     if is_first_order(scheme):
-        return lambda y: gains[0] / (2.0 * h) * field(y) - friction / (2.0 * h) * y
+        keep = scheme.coupling(0).keep
+        if is_number(keep, 0.0):
+            return lambda y: gains[0] / (2.0 * h) * field(y) - friction / (2.0 * h) * y
+        return lambda y: gains[0] / ((1.0 + scheme.carry) * h) * field(y)  # what is kept and carried is the whole of y
 
     def second_order(state: State) -> State:
         y, velocity = state
@@ -85,14 +88,15 @@ def step_map(scheme: Scheme, fields: Sequence[Field]) -> StateMap:
 def step_limit(scheme: Scheme) -> float | None:
     """The constant c of the bound h ≤ c / ρ, with ρ the spectral radius of the ODE's Jacobian on the imaginary axis.
 
-    None where the scheme has no such bound: RevNet's gains have equal signs, so its modes grow at any step.
+    None where the scheme has no such bound: RevNet's gains have equal signs, so its modes grow at any step; a blended MidPoint
+    is between MidPoint and Euler's step, which has none.
     """
     s = abs(scheme.carry)
     gains = [scheme.coupling(i).gain for i in range(scheme.fields_per_step)]
     if scheme.splits:
         return 1.0 + s if gains[0] * gains[1] < 0 else None
     if is_first_order(scheme):
-        return (1.0 + s) / 2.0
+        return (1.0 + s) / 2.0 if is_number(scheme.coupling(0).keep, 0.0) else None
     return math.sqrt(2.0 * (1.0 + s)) if gains[0] < 0 else None
 
 

@@ -59,7 +59,7 @@ def _step_size(analysis: Analysis) -> str:
     top = analysis.tightest
     if top is None:
         return (
-            "This scheme has no step size and so no bound on one: nothing in it keeps perturbations from growing, "
+            "There is no bound on the step of this scheme: nothing in it keeps perturbations from growing, "
             "only training can."
         )
     where = f"block {top.step + 1} of unit {top.unit + 1}"
