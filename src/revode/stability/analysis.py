@@ -167,6 +167,8 @@ def analyze(
         raise ValueError("the analysis needs at least one image")
     copied, images = analysis_copy(model, torch.float32), images.float()
     num_calibrated = calibrate_batch_norm(copied, images)
+    if any(not bool(torch.isfinite(buffer).all()) for buffer in copied.buffers()):
+        raise ValueError("states of this network overflow on these images: take a smaller h or horizon")
     few = images[:CHUNK]
     note("perturbations")
     lyapunov = lyapunov_exponents(copied, images, k=k, dtype=torch.float32, seed=seed, chunk=CHUNK)
