@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import threading
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -18,6 +19,10 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import UninitializedParameter
 
 from revode.engine.randomness import Stream, held_by, held_streams, is_generator
+
+evaluating = threading.RLock()
+"""Held while a branch is evaluated: in a recomputation it is lent other buffers, modes or parameters, which no other thread may
+see."""
 
 _STATISTICS_ONLY = {_BatchNorm.forward, SyncBatchNorm.forward, _InstanceNorm.forward}
 """Forwards whose output in training mode does not depend on the buffers they update."""
@@ -207,8 +212,12 @@ class ContentsOf(dict[int, Contents]):
 
     def look_up(self, index: int, branch: nn.Module) -> Contents:
         contents = self.get(index)
-        if contents is None or contents.modules[0] is not branch or not contents.is_current():
-            contents = self[index] = Contents(branch)
+        if contents is not None and contents.modules[0] is branch and contents.is_current():
+            return contents
+        with evaluating:  # another thread may have lent the branch something just now
+            contents = self.get(index)
+            if contents is None or contents.modules[0] is not branch or not contents.is_current():
+                contents = self[index] = Contents(branch)
         return contents
 
     def __deepcopy__(self, memo: Any) -> ContentsOf:

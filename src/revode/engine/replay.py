@@ -8,7 +8,6 @@ back for the recomputation, in which running statistics stay where they are.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +19,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
-from revode.engine.contents import Contents, Slot, collects_statistics
+from revode.engine.contents import Contents, Slot, collects_statistics, evaluating
 from revode.engine.randomness import (
     Draws,
     Stream,
@@ -34,10 +33,6 @@ from revode.engine.tracing import RefuseRandom, compilation_is_possible, holds_c
 
 SMALL = 4096
 """Elements of a buffer that is copied before every call; a larger one only if calls are known to change it."""
-
-_evaluating = threading.RLock()
-"""Held while a branch is evaluated: in a recomputation it is lent other buffers, modes or parameters, which no other thread may
-see."""
 
 
 class Autocast:
@@ -206,7 +201,7 @@ def call_traced_without_noise(branch: nn.Module, q: Tensor, kwargs: dict[str, An
 def call_to_invert(contents: Contents, q: Tensor, kwargs: dict[str, Any], streams: Streams) -> Any:
     """branch(q) as forward computed it, leaving no trace; refused if it draws random numbers, which were not kept."""
     branch = contents.modules[0]
-    with _evaluating:
+    with evaluating:
         watched = _streams_to_watch(contents, q.device, kwargs, streams)
         streams.before(watched)
         copies = _copies({slot.name: slot.tensor for slot in contents.buffers})
@@ -292,7 +287,7 @@ class Replay:
 
     def first(self, index: int, contents: Contents, q: Tensor, kwargs: dict[str, Any]) -> Any:
         """branch(q) in forward, with what it drew and changed written down."""
-        with _evaluating, self.autocast.restore(), _parametrized_anew():
+        with evaluating, self.autocast.restore(), _parametrized_anew():
             watched = _streams_to_watch(contents, self.device, kwargs, self.streams)
             self.streams.before(watched)
             held = [(slot, slot.tensor, version_of(slot.tensor)) for slot in contents.buffers_to_read()]
@@ -341,7 +336,7 @@ class Replay:
         if record is None:
             # A field that knew its product in forward: it draws nothing, and its batch norms were in training.
             record = _Record([], [True] * len(contents.modules), {}, [])
-        with _evaluating, contextlib.ExitStack() as restored:
+        with evaluating, contextlib.ExitStack() as restored:
             if self.autocast.enabled or (self.autocast.available and torch.is_autocast_enabled(self.device.type)):
                 restored.enter_context(self.autocast.restore())
             if parametrize._cache_enabled:
