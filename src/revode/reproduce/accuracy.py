@@ -170,7 +170,7 @@ TABLE_1_BATCH_NORM = {
     "smoke": smoke(FAMILIES),
     "cpu": Budget(
         "CPU budget: 5 epochs of 50,000 images by one recipe for all networks, with batch norm everywhere and each network's "
-        "best h; not the paper's schedule of 160 epochs, nor its h = 0.1.",
+        "best h (1 for Hamiltonian and MidPoint, 0.3 for Leapfrog); not the paper's schedule of 160 epochs, nor its h = 0.1.",
         "CPU budget, 5 epochs",
         [TrainingRun(model=model, options=options, **FIVE_EPOCHS) for model, options in FAMILIES.items()],
     ),
