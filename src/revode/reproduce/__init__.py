@@ -28,7 +28,7 @@ ITEMS = {
     "stability": ("stability", "the theory's claims, measured: eigenvalues, growth, step sizes"),
     "quick-74": ("accuracy", "hamiltonian-74 with batch norm, CIFAR-10, recipe quick"),
     "levels-74": ("accuracy", "the same in multilevel training: small images first"),
-    "levels-or-plain": ("accuracy", "multilevel against plain training in an equal time"),
+    "levels-or-plain": ("accuracy", "multilevel against plain training at an equal cost"),
 }
 """Name -> module in this room that has it in its ``ITEMS``, one line of help."""
 

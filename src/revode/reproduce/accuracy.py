@@ -183,7 +183,7 @@ TABLE_1_BATCH_NORM = {
         ],
     ),
 }
-# The same recipe with small images first, in the time of the five epochs.
+# The same recipe with small images first, in no more operations than the five epochs.
 LEVELS_OR_PLAIN = {
     "smoke": Budget(
         SMOKE_NOTE,
@@ -191,9 +191,9 @@ LEVELS_OR_PLAIN = {
         [TrainingRun(model=QUICK, **SMOKE), TrainingRun(model=QUICK, label=f"{QUICK}, levels", **SMOKE_LEVELS)],
     ),
     "cpu": Budget(
-        "CPU budget: half an hour of one core each, with one recipe: 5 epochs of 50,000 whole images, or 4 epochs at 16x16, 3 "
+        "CPU budget: about as many operations each, with one recipe: 5 epochs of 50,000 whole images, or 4 epochs at 16x16, 3 "
         "at 24x24 and 2 at 32x32; not the paper's schedule of 160 epochs, nor its biases and h = 0.1.",
-        "CPU budget, half an hour",
+        "CPU budget",
         [
             TrainingRun(model=QUICK, options=FAMILIES[QUICK], **FIVE_EPOCHS),
             TrainingRun(
