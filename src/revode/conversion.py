@@ -195,9 +195,10 @@ class _Loop:
                 "into a block, or revode.revert the model"
             )
         self.calls.append(pytree.tree_map(lambda value: value, (args, kwargs)))  # the loop may fill its containers anew
+        differs = not _alike(self.calls[0], self.calls[number])
         if number == 0:
             self._entered, self._handed_on = x, x if self.run.gives_all_the_same else _marked(x)
-        elif not _alike(self.calls[0], self.calls[number]) and _depends(self.calls[number], self._handed_on):
+        elif differs and _depends(self.calls[number], self._handed_on):
             raise ValueError(
                 f"the model gives the converted block {name} an argument that it computes from the state before it, and "
                 "converted blocks run as one: compute it in the block, or revode.revert the model"
@@ -206,7 +207,7 @@ class _Loop:
         if run.gives_all_the_same and number == 0:
             self._streams = [(stream, stream.read()) for stream in torch_streams(x.device)]
             self._handed_on = run(x, self.calls * num_blocks)
-        elif run.gives_all_the_same and not _alike(self.calls[0], self.calls[number]):
+        elif run.gives_all_the_same and differs:
             run.gives_all_the_same = False
             if not torch.is_grad_enabled() and any(map(_is_cache, pytree.tree_leaves(self.calls))):
                 raise ValueError(

@@ -295,3 +295,9 @@ def test_a_file_that_is_no_array_of_images_is_refused(kind, tmp_path, capsys):
         np.save(path, np.zeros((2, 1, 8, 8), dtype=np.complex64))
     assert main(["analyze", "hamiltonian-digits", "--dataset", str(path), "--out", str(tmp_path)]) == 2
     assert "images.npy" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("family", ["hamiltonian", "midpoint", "leapfrog"])
+def test_a_network_whose_pairs_go_on_can_be_analysed(family):
+    model = small_network(family, transition="squeeze", blocks=(2, 2), channels=(4, 16))
+    assert analyze(model, images(2)).reconstruction_error < 1e-4

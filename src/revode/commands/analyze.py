@@ -139,7 +139,9 @@ def _images(name: str, root: str | None, num_images: int, model: Any, run: Any) 
         images, labels, source, own = _read_array(name, num_images), None, Path(name).name, False
     else:
         own = run is not None and name == run.config.data.dataset
-        dataset = data.load(name, root or (run.config.record.data_root if own else None))
+        if root is None and run is not None and own:
+            root = run.config.record.data_root
+        dataset = data.load(name, root)
         edge = model.config.image_size if own else None
         images, labels = images_as_seen(dataset, dataset.test or dataset.train, num_images, edge)
         source = name

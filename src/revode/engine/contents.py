@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import threading
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
@@ -71,7 +71,7 @@ def _draws(module: nn.Module) -> bool:
     if isinstance(module, nn.MultiheadAttention | nn.RNNBase):
         return module.training and module.dropout > 0.0
     if _is_sequence(module):
-        return module.scheme_now().draws
+        return cast(Any, module).scheme_now().draws
     return module.training if isinstance(module, nn.RReLU) else True
 
 
@@ -132,8 +132,9 @@ class Contents:
                 measure += [id(value) for value in own if is_generator(value)]
         return measure
 
-    def is_current(self) -> bool:
-        return self._measure() == self._shape
+    def fits(self, branch: nn.Module) -> bool:
+        """Whether these are the contents of `branch` as it is now."""
+        return self.modules[0] is branch and self._measure() == self._shape
 
     def _find_tensors(self, branch: nn.Module) -> None:
         seen: set[int] = set()
@@ -212,12 +213,11 @@ class ContentsOf(dict[int, Contents]):
 
     def look_up(self, index: int, branch: nn.Module) -> Contents:
         contents = self.get(index)
-        if contents is not None and contents.modules[0] is branch and contents.is_current():
-            return contents
-        with evaluating:  # another thread may have lent the branch something just now
-            contents = self.get(index)
-            if contents is None or contents.modules[0] is not branch or not contents.is_current():
-                contents = self[index] = Contents(branch)
+        if contents is None or not contents.fits(branch):
+            with evaluating:  # another thread may have lent the branch something just now
+                contents = self.get(index)
+                if contents is None or not contents.fits(branch):
+                    contents = self[index] = Contents(branch)
         return contents
 
     def __deepcopy__(self, memo: Any) -> ContentsOf:

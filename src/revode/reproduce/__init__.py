@@ -18,6 +18,7 @@ ITEMS = {
     "table-1": ("accuracy", "all networks on CIFAR-10 and CIFAR-100"),
     "table-1-batch-norm": ("accuracy", "a network of each family, with batch norm and its best h"),
     "table-2": ("accuracy", "96x96 networks on STL-10"),
+    "table-2-levels": ("accuracy", "the same in multilevel training: 48x48, then 96x96"),
     "fig-cifar-subset": ("subsets", "Hamiltonian against ResNet on a few per cent of CIFAR-10"),
     "small-data": ("subsets", "4 per cent of CIFAR-10: both networks, batch norm and biases"),
     "small-data-shares": ("subsets", "1, 4 and 10 per cent of CIFAR-10: both networks with batch norm"),

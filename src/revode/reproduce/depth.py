@@ -13,7 +13,7 @@ from revode import charts, data
 from revode.files import human_bytes
 from revode.networks.zoo import model_config
 from revode.reproduce import paper
-from revode.reproduce.accuracy import FAST, SMOKE_LEVELS
+from revode.reproduce.accuracy import FAST, smoke_levels
 from revode.reproduce.item import ABSENT, SMOKE, SMOKE_NOTE, Budget, Chart, Findings, Item, Outcome, Table, percent
 from revode.reproduce.task import Setup, Task, TaskFailed, TrainingRun, forward_flops
 
@@ -251,7 +251,7 @@ BY_REFINEMENT = TrainingRun(
         "report": False,
     },
 )
-SMOKE_REFINEMENT = TrainingRun(model=DEEP, **SMOKE_LEVELS)
+SMOKE_REFINEMENT = TrainingRun(model=DEEP, **smoke_levels())
 LEVELS_1202 = {
     "smoke": Budget(SMOKE_NOTE, "smoke budget", [SMOKE_REFINEMENT, OverDepth(run=SMOKE_REFINEMENT)]),
     "cpu": Budget(

@@ -25,7 +25,14 @@ from revode.stability.propagation import (
 )
 from revode.stability.reversibility import Drift, drift, reconstruction_profile
 from revode.stability.spectra import Spectrum, unit_spectra
-from revode.stability.walk import analysis_copy, calibrate_batch_norm, reversible_units, steps_of, unit_inputs
+from revode.stability.walk import (
+    analysis_copy,
+    calibrate_batch_norm,
+    first_not_finite,
+    reversible_units,
+    steps_of,
+    unit_inputs,
+)
 
 CHUNK = 8
 """Images that are worked on at a time where memory grows with depth or with the number of tangents."""
@@ -167,7 +174,7 @@ def analyze(
         raise ValueError("the analysis needs at least one image")
     copied, images = analysis_copy(model, torch.float32), images.float()
     num_calibrated = calibrate_batch_norm(copied, images)
-    if any(not bool(torch.isfinite(buffer).all()) for buffer in copied.buffers()):
+    if first_not_finite(copied) is not None:
         raise ValueError("states of this network overflow on these images: take a smaller h or horizon")
     few = images[:CHUNK]
     note("perturbations")

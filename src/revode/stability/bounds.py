@@ -27,6 +27,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -306,7 +307,7 @@ def _flips(module: nn.Module) -> bool:
     if isinstance(module, _BatchNorm):
         return module.weight is not None and bool((module.weight < 0).any())
     activation = getattr(module, "activation", None)
-    return callable(activation) and bool((_slopes(activation) < 0).any())
+    return callable(activation) and bool((_slopes(cast(Apply, activation)) < 0).any())
 
 
 def largest_slope(activation: Callable[[Tensor], Tensor]) -> float:

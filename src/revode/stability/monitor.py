@@ -13,7 +13,7 @@ from revode.stability.lyapunov import lyapunov_exponents
 from revode.stability.propagation import signal_propagation
 from revode.stability.reversibility import unit_reconstruction_errors
 from revode.stability.spectra import unit_spectra
-from revode.stability.walk import unwrapped
+from revode.stability.walk import first_not_finite, unwrapped
 
 
 def _step_usage(model: nn.Module, images: Tensor) -> float | None:
@@ -67,7 +67,7 @@ class StabilityMonitor:
         if step % self.every:
             return {}
         model = unwrapped(model)
-        if any(t.is_floating_point() and not bool(torch.isfinite(t).all()) for t in model.state_dict().values()):
+        if first_not_finite(model) is not None:
             return {}
         images = self._images(model)
         found = {name: QUANTITIES[name](model, images) for name in self.quantities}

@@ -96,9 +96,8 @@ def _norms(model: nn.Module, images: Tensor, labels: Tensor | None) -> tuple[lis
     norms = []
     for place, unit, parts in seen:
         found = [next(gradients) for _ in parts]
-        if (
-            place.kind == "leave" and len(parts) == 2 and found[0] is None
-        ):  # a pair was asked for, its newest state goes on
+        if place.kind == "leave" and len(parts) == 2 and found[0] is None:
+            # A pair was asked for, and its newest state goes on.
             parts, found = parts[1:], found[1:]
         costates = tuple(torch.zeros_like(p) if g is None else g for p, g in zip(parts, found, strict=True))
         # The co-state lives in the dual coordinates: where states are scaled by √½, gradients are by √2.

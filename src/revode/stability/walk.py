@@ -72,6 +72,12 @@ def steps_of(unit: ReversibleSequence) -> list[list[nn.Module]]:
     return [list(unit.fields[start : start + width]) for start in range(0, len(unit.fields), width)]
 
 
+def first_not_finite(model: nn.Module) -> str | None:
+    """The name of the first weight or statistic that holds NaN or infinity."""
+    found = (name for name, t in model.state_dict().items() if t.is_floating_point() and not bool(t.isfinite().all()))
+    return next(found, None)
+
+
 def analysis_copy(model: nn.Module, dtype: torch.dtype | None = torch.float64) -> nn.Module:
     """A copy to analyse: in eval mode, under ``store`` without a grid, its parameters without gradients.
 
@@ -81,9 +87,9 @@ def analysis_copy(model: nn.Module, dtype: torch.dtype | None = torch.float64) -
     """
     model = unwrapped(model)
     reversible_units(model)
-    for name, tensor in model.state_dict().items():
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise ValueError(f"the weights of {type(model).__name__} hold NaN or infinity, first in {name!r}")
+    name = first_not_finite(model)
+    if name is not None:
+        raise ValueError(f"the weights of {type(model).__name__} hold NaN or infinity, first in {name!r}")
     clone = copy.deepcopy(model).requires_grad_(False)
     for name, unit in list(clone.named_modules(remove_duplicate=False)):
         if isinstance(unit, ReversibleSequence):
@@ -179,7 +185,7 @@ def unit_states(model: nn.Module, images: Tensor) -> list[tuple[ReversibleSequen
 def unit_inputs(model: nn.Module, images: Tensor) -> list[tuple[ReversibleSequence, Tensor]]:
     """Every unit with its input, as the one tensor that ``unit(x)`` takes."""
     return [
-        (unit, parts[-1] if len(parts) == 1 else unit.scheme.undo_init(cast(State, parts), unit.split_dim))
+        (unit, unit.scheme.undo_init(cast(State, parts), unit.split_dim) if unit.scheme.splits else parts[-1])
         for unit, (parts, *_) in unit_states(model, images)
     ]
 
