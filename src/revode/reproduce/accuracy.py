@@ -221,7 +221,7 @@ def _stl_levels(model: str, options: dict[str, Any], levels: str) -> TrainingRun
     )
 
 
-# Batch and rate are those that were chosen for small data (docs/reproduction.md). The ResNet has more than twice as many epochs,
+# Batch and rate are those chosen for small data (docs/reproduction.md). The ResNet has more than twice as many epochs,
 # as its steps take less than half as long.
 TABLE_2_LEVELS = {
     "smoke": Budget(
