@@ -6,6 +6,8 @@ serves, calls it and prints. Bad input is raised as ``ValueError`` by the room a
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import importlib.util
 import tempfile
 from pathlib import Path
@@ -17,6 +19,9 @@ _SIGNS = {
     "export": ("onnx", "onnxscript"),
 }
 """Extra of the package -> modules that show whether it is installed."""
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+"""Parameters of glibc's ``mallopt``."""
 
 
 def require(*extras: str) -> None:
@@ -37,6 +42,18 @@ def use_threads(number: int) -> None:
         raise ValueError(f"--threads is {number}; expected 0 to {MOST_THREADS}")
     if number:
         torch.set_num_threads(number)
+
+
+def keep_freed_memory() -> None:
+    """Have the C library keep the memory of freed tensors for the next ones, up to a gigabyte.
+
+    By default glibc gives it back at every step, and the system hands it out again page by page. Other C libraries, and
+    tensors above 32 MB, which have pages of their own, stay as they are.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_MMAP_THRESHOLD, 1 << 25)
+        libc.mallopt(_TRIM_THRESHOLD, 1 << 30)
 
 
 def check_folder(path: str | None) -> None:

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from revode.commands import check_folder, require
+from revode.commands import check_folder, keep_freed_memory, require
 
 _EPILOG = """example: revode bench --quick
          revode bench --workload stage-32x32 --method revode --method store
@@ -69,6 +69,7 @@ def run(args: argparse.Namespace) -> int:
     start, failed = time.monotonic(), False
     rows, facts = read(Path(args.rows)) if args.rows else ([], {})
     if args.workload or not args.rows:
+        keep_freed_memory()
         settings = _settings(args)
         facts = conditions(settings)
         measured, failed = _measure(_plan(args), settings)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from revode.commands import check_folder, require, use_threads
+from revode.commands import check_folder, keep_freed_memory, require, use_threads
 from revode.reproduce import BUDGETS, ITEMS
 
 
@@ -65,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
     if args.seeds is not None and args.seeds < 1:
         raise ValueError(f"--seeds is {args.seeds}; expected at least 1")
     use_threads(args.threads)
+    keep_freed_memory()
     check_folder(args.out)
     home = Path(args.runs) if args.runs else Setup.home
     setup = Setup(home, args.budget, args.seeds, args.data_root, args.threads, args.processes, args.autocast)

@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 
-from revode.commands import require
+from revode.commands import keep_freed_memory, require
 from revode.training.config import LEAVES, RECIPES, add_flags, configure, read_yaml
 
 
@@ -55,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
     from revode.training.loop import train
     from revode.training.terminal import Interrupted
 
+    keep_freed_memory()
     asked = set(given)
     if args.config:
         asked |= set(read_yaml(args.config))

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from revode.engine.grid import Grid, with_strides
@@ -50,19 +51,17 @@ class CompiledField:
     """
 
     def __init__(self, field: KnownField, q: Tensor, dtype: torch.dtype) -> None:
-        self.field = field
-        self.norms = [norm for norm in field.norms() if not isinstance(norm, Bias)]
-        self.places = q.numel() // q.shape[1]
-        if self.norms and self.places == 1:
+        norms = [norm for norm in field.norms() if not isinstance(norm, Bias)]
+        if norms and q.numel() == q.shape[1]:
             raise ValueError(f"batch norm needs more than 1 value per channel in training, got shape {tuple(q.shape)}")
         self.kind = _kind_of(field, q, dtype)
         self.tensors = field.tensors()
+        self.running = [statistic for norm in norms if _counts(norm) for statistic in _running(norm)]
         self.statistics: Sequence[Tensor] = ()
 
     def step(self, p: Tensor | None, q: Tensor, coupling: Coupling, grid: Grid | None) -> Sequence[Tensor]:
         """The next state, and on the grid its magnitude; statistics are kept for ``back`` and count for the running ones."""
-        coupled, self.statistics = self.kind.step(p, q, self.tensors, coupling, grid)
-        self.count(self.statistics)
+        coupled, self.statistics = self.kind.step(p, q, self.tensors, self.running, coupling, grid)
         return coupled
 
     def back(
@@ -80,27 +79,13 @@ class CompiledField:
         """
         return _Stored.apply(self, q, counts, *self.tensors)  # type: ignore[return-value]
 
-    def count(self, statistics: Sequence[Tensor]) -> None:
-        """Have the batch norms count these statistics of a batch."""
-        places = self.places
-        for norm, mean, inverse_std in zip(self.norms, statistics[::2], statistics[1::2], strict=True):
-            if not norm.track_running_stats or norm.running_mean is None:
-                continue
-            norm.num_batches_tracked.add_(1)
-            share = 1.0 / norm.num_batches_tracked if norm.momentum is None else norm.momentum
-            variance = inverse_std.pow(-2).sub_(norm.eps).mul_(places / max(1, places - 1))
-            norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), share)
-            norm.running_var.lerp_(variance.to(norm.running_var.dtype), share)
-
 
 class _Stored(torch.autograd.Function):
     """A compiled field whose record autograd keeps."""
 
     @staticmethod
     def forward(ctx: Any, field: CompiledField, q: Tensor, counts: bool, *tensors: Tensor) -> Tensor:
-        u, *record = field.kind.linearize(q, tensors)
-        if counts:
-            field.count(field.kind.statistics_in(record))
+        u, *record = field.kind.linearize(q, tensors, running=field.running if counts else ())
         ctx.kind = field.kind
         ctx.save_for_backward(q, *tensors, *record)
         return u.to(q.dtype)
@@ -137,25 +122,32 @@ class _Kind:
         self._numbers: dict[float, Tensor] = {}
 
     def step(
-        self, p: Tensor | None, q: Tensor, tensors: Sequence[Tensor], coupling: Coupling, grid: Grid | None
+        self,
+        p: Tensor | None,
+        q: Tensor,
+        tensors: Sequence[Tensor],
+        running: Sequence[Tensor],
+        coupling: Coupling,
+        grid: Grid | None,
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """q' and on the grid its magnitude; and the batch statistics."""
+        """q' and on the grid its magnitude; and the batch statistics, which are counted among the running ones."""
+        n = self._num_tensors
 
         def couple(q: Tensor, p: Tensor | None, gain: Tensor, u: Tensor) -> list[Tensor]:
             q_next = replace(coupling, gain=gain).step(p, q, u.to(q.dtype), grid and grid.round)
             return [q_next] if grid is None else [q_next, q_next.abs().amax()]
 
-        def advance(q: Tensor, p: Tensor | None, gain: Tensor, *tensors: Tensor) -> list[Tensor]:
-            u, *record = self._linearize(q, tensors, ())
+        def advance(q: Tensor, p: Tensor | None, gain: Tensor, *rest: Tensor) -> list[Tensor]:
+            u, *record = self._linearize(q, rest[:n], (), rest[n:])
             return [*couple(q, p, gain, u), *self.statistics_in(record)]
 
         key = (p is None, coupling.carry, coupling.keep, grid and grid.bits)
         given = q, p, self._number(coupling.gain, q)
         if self._is_one_graph:
-            found = self._call(("advance", *key), advance, *given, *tensors)
+            found = self._call(("advance", *key), advance, *given, *tensors, *running)
             num_states = 1 if grid is None else 2
             return found[:num_states], found[num_states:]
-        u, *record = self.linearize(q, tensors)
+        u, *record = self.linearize(q, tensors, running=running)
         return self._call(("couple", *key), couple, *given, u), self.statistics_in(record)
 
     def back(
@@ -184,7 +176,7 @@ class _Kind:
         def retreat(
             q: Tensor, q_next: Tensor | None, gp: Tensor | None, gq: Tensor, gain: Tensor, *rest: Tensor
         ) -> list[Tensor]:
-            u, *record = self._linearize(q, rest[:n], rest[n:])
+            u, *record = self._linearize(q, rest[:n], rest[n:], ())
             products = product(q, gp, gq, gain, *rest[:n], *record)
             return products if q_next is None else [*uncouple(q, q_next, gain, u), *products]
 
@@ -202,14 +194,17 @@ class _Kind:
         g, *grads = self._call(("product", *key), product, q, gp, gq, gain, *tensors, *record)
         return p, g, grads
 
-    def linearize(self, q: Tensor, tensors: Sequence[Tensor], statistics: Sequence[Tensor] = ()) -> list[Tensor]:
-        """F(q) and the record; with these statistics, or the batch's own."""
-        n = self._num_tensors
+    def linearize(
+        self, q: Tensor, tensors: Sequence[Tensor], statistics: Sequence[Tensor] = (), running: Sequence[Tensor] = ()
+    ) -> list[Tensor]:
+        """F(q) and the record; with these statistics, or the batch's own, which are counted among the running ones."""
+        n, m = self._num_tensors, self._num_tensors + len(statistics)
 
         def linearize(q: Tensor, *rest: Tensor) -> list[Tensor]:
-            return self._linearize(q, rest[:n], rest[n:])
+            return self._linearize(q, rest[:n], rest[n:m], rest[m:])
 
-        found = list(self._call(("linearize", bool(statistics)), linearize, q, *tensors, *statistics))
+        key = ("linearize", bool(statistics), bool(running))
+        found = list(self._call(key, linearize, q, *tensors, *statistics, *running))
         for place, statistic in zip(self._statistics_at, statistics, strict=False):
             found[1 + place] = statistic
         return found
@@ -221,9 +216,11 @@ class _Kind:
     def statistics_in(self, record: Sequence[Tensor]) -> list[Tensor]:
         return [record[place] for place in self._statistics_at]
 
-    def _linearize(self, q: Tensor, tensors: Sequence[Tensor], statistics: Sequence[Tensor]) -> list[Tensor]:
+    def _linearize(
+        self, q: Tensor, tensors: Sequence[Tensor], statistics: Sequence[Tensor], running: Sequence[Tensor]
+    ) -> list[Tensor]:
         _lend(self._template, tensors)
-        u, record = self._template.linearize(q, self._dtype, _normalize_by(statistics))
+        u, record = self._template.linearize(q, self._dtype, _normalize_by(statistics, running))
         assert u is not None
         leaves, self._spec = pytree.tree_flatten(record)
         places = pytree.tree_unflatten(list(range(len(leaves))), self._spec)
@@ -266,8 +263,8 @@ def _compile(function: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) ->
     with torch.no_grad(), torch.autocast(inputs[0].device.type, enabled=False):
         inputs = [tensor.detach() for tensor in inputs]
         # Layouts and roundings stay as they are written: chosen by what else a graph holds, they would choose the bits.
-        options = {"layout_optimization": False, "emulate_precision_casts": True}
-        return compile_graph(make_fx(function)(*inputs), inputs, options)  # type: ignore[return-value]
+        options = {"layout_optimization": False, "emulate_precision_casts": True, "inplace_buffers": False}
+        return compile_graph(make_fx(function, tracing_mode="fake")(*inputs), inputs, options)  # type: ignore[return-value]
 
 
 def _lend(field: KnownField, tensors: Sequence[Tensor]) -> None:
@@ -276,9 +273,21 @@ def _lend(field: KnownField, tensors: Sequence[Tensor]) -> None:
         parameters[name] = tensor
 
 
-def _normalize_by(statistics: Sequence[Tensor]) -> Normalize:
-    """How to apply a norm, in operations that the compiler makes one pass of; with these statistics, or the batch's own."""
-    given = list(statistics)
+def _counts(norm: nn.Module) -> bool:
+    """Whether it is a batch norm that counts the statistics of a batch among its running ones."""
+    return isinstance(norm, _BatchNorm) and norm.track_running_stats and norm.running_mean is not None
+
+
+def _running(norm: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return norm.running_mean, norm.running_var, norm.num_batches_tracked
+
+
+def _normalize_by(statistics: Sequence[Tensor], running: Sequence[Tensor]) -> Normalize:
+    """How to apply a norm, in operations that the compiler makes one pass of.
+
+    With these statistics; or with the batch's own, which are then counted among the running ones, if those are given.
+    """
+    given, counted = list(statistics), list(running)
 
     def normalize(norm: Any, x: Tensor) -> tuple[Tensor, Statistics]:
         if isinstance(norm, Bias):
@@ -292,8 +301,16 @@ def _normalize_by(statistics: Sequence[Tensor]) -> Normalize:
             origin = wide.select(0, 0).flatten(1).select(1, 0) if x.dim() > 2 else wide.select(0, 0)
             away = wide - along_channels(origin, x, 1)
             offset = away.mean(dims)
-            inverse_std = torch.rsqrt(away.square().mean(dims) - offset.square() + norm.eps)
+            variance = away.square().mean(dims) - offset.square()
+            inverse_std = torch.rsqrt(variance + norm.eps)
             mean = origin + offset
+            if counted and _counts(norm):
+                places = x.numel() // x.shape[1]
+                running_mean, running_var, num_batches = counted.pop(0), counted.pop(0), counted.pop(0)
+                num_batches.add_(1)
+                share = 1.0 / num_batches if norm.momentum is None else norm.momentum
+                running_mean.lerp_(mean.to(running_mean.dtype), share)
+                running_var.lerp_((variance * (places / (places - 1))).to(running_var.dtype), share)
         scale, centre, shift = (along_channels(v, x, 1) for v in (norm.weight * inverse_std, mean, norm.bias))
         return ((wide - centre) * scale + shift).to(x.dtype), (mean, inverse_std)
 
@@ -306,7 +323,7 @@ _kinds: dict[Any, _Kind] = {}
 def _kind_of(field: KnownField, q: Tensor, dtype: torch.dtype) -> _Kind:
     """The kind of this field, on states like q. (Compiled code is for one number of threads.)"""
     children = tuple(
-        (type(child), getattr(child, "eps", None), getattr(child, "padding", None))
+        (type(child), *(getattr(child, name, None) for name in ("eps", "padding", "momentum")), _counts(child))
         for child in field._modules.values()
         if child is not None
     )
