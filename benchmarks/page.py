@@ -18,7 +18,8 @@ _INTRODUCTION = """# Benchmarks
 
 How long a training step (forward and backward, no optimizer) takes by each way to get the gradient, how much memory it
 keeps, and how right its gradient is. All methods run the same branches with the same parameters on the same input, in
-one process, in turn, after a warm-up; times are medians with their quartiles.
+one process, in turn, after a warm-up; times are medians with their quartiles. glibc keeps freed memory for all of them, as
+in `revode train`.
 
 | method | is |
 |---|---|
@@ -69,7 +70,7 @@ def render(rows: Sequence[Row], conditions: dict[str, str], figures: Sequence[st
 def _conditions(conditions: dict[str, str]) -> str:
     lines = ", ".join(f"{name} {value}" for name, value in conditions.items() if name != "processor")
     return (
-        f"Regenerate this page with `{COMMAND}` (on an idle machine; about an hour on 2 cores), one table with the command "
+        f"Regenerate this page with `{COMMAND}` (on an idle machine; about 35 minutes on 2 cores), one table with the command "
         f"above it.\n\nMeasured on: {conditions['processor']}, {lines}.\n"
     )
 

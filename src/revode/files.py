@@ -101,12 +101,17 @@ def read_json_lines(path: Path) -> list[Any]:
     return rows
 
 
+class Taken(ValueError):
+    """Another process writes a folder."""
+
+
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Create `folder` and be its only writer until the end. The lock dies with the process, however that ends.
 
     Raises:
-        ValueError: Another process writes it, or it cannot be written.
+        Taken: Another process writes it.
+        ValueError: It cannot be written.
     """
     from filelock import FileLock, Timeout
 
@@ -117,7 +122,7 @@ def locked(folder: Path) -> Iterator[None]:
         lock.acquire()
     except Timeout as error:
         owner = path.read_text(errors="replace").strip()
-        raise ValueError(
+        raise Taken(
             f"another process{f' ({owner})' if owner else ''} is working in {folder}; wait for it, stop it, "
             "or choose another directory"
         ) from error

@@ -176,6 +176,36 @@ def test_batch_norm_counts_and_refuses_as_torch_has_it() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("change", ["momentum is none", "momentum", "double statistics"])
+def test_running_statistics_are_those_of_eager(change: str) -> None:
+    """Over several steps, by every strategy; fields that differ in how they count are of different kinds."""
+    torch.manual_seed(0)
+    fields = symmetric(3, "batch")
+    for norm in (module for module in fields[1].modules() if isinstance(module, nn.BatchNorm2d)):
+        if change == "double statistics":
+            norm.running_mean, norm.running_var = norm.running_mean.double(), norm.running_var.double()
+        else:
+            norm.momentum = None if change == "momentum is none" else 0.3
+    compiled = [
+        ReversibleSequence(copy.deepcopy(fields), Verlet(0.3), backprop=way, compile=True)
+        for way in ("reversible", "store")
+    ]
+    if change == "double statistics":  # which torch's own kernel refuses
+        assert all(b.dtype == torch.float64 for s in compiled for b in s.fields[1].norm.buffers() if b.dim())
+        eager = ReversibleSequence(symmetric(3, "batch"), Verlet(0.3))
+        eager.load_state_dict(compiled[0].state_dict())
+    else:
+        eager = ReversibleSequence(copy.deepcopy(fields), Verlet(0.3))
+    for _ in range(3):
+        x = torch.randn(4, 8, 6, 6)
+        for sequence in (eager, *compiled):
+            sequence(x).sum().backward()
+    for sequence in compiled:
+        for ours, theirs in zip(sequence.buffers(), eager.buffers(), strict=True):
+            torch.testing.assert_close(ours, theirs, check_dtype=False, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
 def test_in_bfloat16_throughout_it_is_as_precise_as_eager() -> None:
     """One value far from the others: statistics are sums of differences from one of them."""
     torch.manual_seed(0)

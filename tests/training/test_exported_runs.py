@@ -9,6 +9,7 @@ import torch
 from tiny_runs import command, tiny
 
 from revode.training import load_run, train
+from revode.training.run import export_onnx
 
 
 def test_onnx_gives_the_scores_of_torch(tmp_path, capsys):
@@ -29,3 +30,12 @@ def test_onnx_gives_the_scores_of_torch(tmp_path, capsys):
     code, _, err = command("export", tmp_path / "run", "--onnx", path, capsys=capsys)
     assert code == 2
     assert "exists already" in err
+
+
+def test_of_a_run_cut_before_its_last_level_it_takes_the_images_of_that_level(tmp_path):
+    pytest.importorskip("onnxscript")
+    onnx = pytest.importorskip("onnx")
+    train(tiny(levels="18@4:1,18@8:1", epochs=2, max_steps=2), tmp_path / "run")
+    path, _ = export_onnx(tmp_path / "run", tmp_path / "net.onnx")
+    shape = onnx.load(path).graph.input[0].type.tensor_type.shape
+    assert [dim.dim_value for dim in shape.dim[1:]] == [1, 4, 4]

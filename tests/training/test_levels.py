@@ -222,3 +222,17 @@ def test_an_epoch_of_small_images_and_few_layers_costs_less():
     assert mean_cost(()) == mean_cost(parse_levels("74@32:5")) == 1.0
     assert mean_cost(parse_levels("74@16:10,74@32:10")) == pytest.approx((0.25 + 1.0) / 2)
     assert mean_cost(parse_levels("37@16:10,74@32:30")) == pytest.approx((10 * 0.125 + 30) / 40)
+
+
+def test_the_monitor_sees_images_of_the_level(tmp_path, monkeypatch):
+    from revode.stability import StabilityMonitor
+
+    edges = []
+
+    def on_step(self, model, step):
+        edges.append((step, self.images.shape[-1]))
+        return {}
+
+    monkeypatch.setattr(StabilityMonitor, "on_step", on_step)
+    train(levelled(monitor=True, monitor_every=4), tmp_path / "run")
+    assert edges == [(4, 4), (8, 4), (12, 8), (16, 8), (20, 8), (24, 8)]

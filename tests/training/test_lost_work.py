@@ -6,11 +6,16 @@ import signal
 
 import pytest
 import torch
+from test_loop import SignalAt
 from tiny_runs import FLAGS, command, read_rows, tiny
 
 from revode.data import load
+from revode.files import locked, read_json
 from revode.reproduce.task import Setup, TaskFailed
-from revode.training import Diverged, configure, train
+from revode.training import Diverged, configure, load_run, train
+from revode.training.checkpoint import read_checkpoint
+from revode.training.distributed import Group
+from revode.training.run import evaluate, score_run
 from revode.training.terminal import Interrupted, Interruption
 
 
@@ -52,6 +57,37 @@ class TestDivergence:
             train(tiny(evaluate_every=0), tmp_path / "other")
         assert torch.load(tmp_path / "other" / "last.ckpt", weights_only=True)["step"] == 12
 
+    @pytest.mark.parametrize("here", [True, False])
+    def test_processes_agree_that_an_evaluation_is_out_of_range(self, here):
+        from revode.engine.grid import OutOfRange
+
+        images = load("digits").split("test")
+        calls, answers = [], []
+
+        class OneOfTwo(Group):
+            def largest(self, value):
+                answers.append(value)
+                return 1 if len(answers) == 7 else value  # after the number of batches and a question at each
+
+            def sum(self, tensor):
+                raise AssertionError("the other process has left")
+
+            def share_buffers(self, model):
+                pass
+
+        class Network(torch.nn.Module):
+            def forward(self, x):
+                calls.append(len(x))
+                if here and len(calls) == 1:
+                    raise OutOfRange("too large here")
+                return torch.zeros(len(x), 10)
+
+        size = -(-len(images) // 10)
+        with pytest.raises(OutOfRange, match="too large here" if here else "in another process"):
+            evaluate(Network(), images, load("digits"), OneOfTwo(0, 2, torch.device("cpu")), batch_size=size)
+        assert len(calls) == 5
+        assert answers == [5, 0, 0, 0, 0, 0, int(here)]
+
     def test_a_gradient_that_is_skipped_is_written_as_none(self, tmp_path, monkeypatch):
         from revode.training.loop import Training
 
@@ -75,13 +111,50 @@ class TestRunsOfOthers:
         assert "best on the validation split" in result["weights_of"]
         assert (tmp_path / "second" / "best.ckpt").exists()
 
-    def test_a_best_of_a_later_time_is_not_taken_for_ours(self, halved, tmp_path):
+    def test_a_best_of_a_later_time_is_not_taken_for_ours(self, halved, tmp_path, capsys):
         early = halved / "early.ckpt"
         early.write_bytes((halved / "last.ckpt").read_bytes())
         state = torch.load(halved / "best.ckpt", weights_only=True)
         torch.save({**state, "step": state["step"] + 1}, halved / "best.ckpt")
+        capsys.readouterr()
         result = train(tiny(), tmp_path / "second", resume=str(early))
         assert result["weights_of"] == "last step"
+        assert "are lost" in capsys.readouterr().out
+        kept = score_run(load_run(tmp_path / "second"), "validation").accuracy
+        assert result["validation_accuracy"] in (None, kept)
+
+    def test_a_damaged_best_does_not_keep_a_run_from_its_end(self, halved, capsys):
+        (halved / "best.ckpt").write_bytes(b"damaged")
+        state = torch.load(halved / "last.ckpt", weights_only=True)
+        state["processes"][0]["position"]["best_accuracy"] = 2.0  # so that nothing later is better
+        torch.save(state, halved / "last.ckpt")
+        result = train(tiny(epochs=2), halved, resume="auto", given=("epochs",))
+        assert result["weights_of"] == "last step"
+        assert "best.ckpt is damaged" in capsys.readouterr().out
+        assert result["validation_accuracy"] == score_run(load_run(halved), "validation").accuracy
+
+    def test_a_run_that_is_made_longer_is_read_as_it_stands(self, halved):
+        before = read_json(halved / "result.json")
+        longer, given = tiny(epochs=3, monitor_every=1), ("epochs", "monitor_every")
+        with pytest.raises(Interrupted):
+            train(longer, halved, resume="auto", given=given, monitors=[SignalAt(before["steps"] + 2)])
+        found = load_run(halved)
+        assert found.weights_of == f"checkpoint at step {before['steps'] + 2}"
+        assert not (halved / "result.json").exists()
+
+    def test_a_damaged_checkpoint_does_not_take_the_place_of_the_one_before(self, tmp_path):
+        folder = tmp_path / "run"
+        with pytest.raises(Interrupted):
+            train(tiny(monitor_every=1), folder, monitors=[SignalAt(7)])
+        (folder / "last.ckpt").write_bytes((folder / "last.ckpt").read_bytes()[:-10])
+        with pytest.raises(Interrupted):
+            train(tiny(monitor_every=1), folder, resume="auto", monitors=[SignalAt(6)])
+        assert [read_checkpoint(folder / name)["step"] for name in ("last.ckpt", "previous.ckpt")] == [6, 5]
+
+    def test_a_foreign_result_gets_one_sentence(self, tmp_path):
+        (tmp_path / "result.json").write_text('{"a": 1}')
+        with pytest.raises(ValueError, match="was not written by"):
+            train(tiny(), tmp_path, resume="auto")
 
     def test_another_run_is_not_written_over(self, halved, tmp_path):
         other = tmp_path / "other"
@@ -122,6 +195,12 @@ class TestRunsOfOthers:
         (["--seed", str(2**64)], "seed is"),
         (["--options", "num_classes=5"], "num_classes=5, but digits has 10"),
         (["--options", "name=x"], "options has name"),
+        (["--backprop=store", "--options", "backprop=reversible"], "backprop is store, but options has"),
+        (["--exact=14", "--options", "exact=10"], "exact is 14, but options has exact=10"),
+        (["--cutout=8"], "cutout is 8, but the images of digits have an edge of 8"),
+        (["--cutout=2", "--no-augment"], "cutout is 2, but nothing is augmented"),
+        (["--rate-per-level"], "rate_per_level needs levels"),
+        (["--schedule=step", "--milestones=-3"], "milestones are -3; expected numbers of at least 1"),
     ],
 )
 def test_odd_settings_get_one_sentence(words, message, tmp_path, capsys):
@@ -130,6 +209,14 @@ def test_odd_settings_get_one_sentence(words, message, tmp_path, capsys):
     assert message in err
     assert len(err.strip().splitlines()) == 1
     assert not (tmp_path / "run").exists() or not list((tmp_path / "run").glob("[a-z]*"))
+
+
+def test_a_run_without_a_name_leaves_a_directory_to_whoever_has_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with locked(tmp_path / "runs" / "hamiltonian-digits-digits-seed0"):
+        code, out, err = command("train", *FLAGS, "--max-steps=1", capsys=capsys)
+    assert code == 0, err
+    assert "runs/hamiltonian-digits-digits-seed0-2" in out
 
 
 @pytest.mark.parametrize("name", ["eval", "analyze"])

@@ -13,7 +13,7 @@ from tiny_runs import FLAGS, command
 
 import revode
 from revode.files import locked
-from revode.training.run import MetricsLog, check_vacant, load_run, read_metrics, remove_run, vacant_folder
+from revode.training.run import MetricsLog, check_vacant, load_run, read_metrics, remove_run, vacant_folders
 
 
 def test_two_processes_cannot_write_one_run(tmp_path):
@@ -64,10 +64,10 @@ def test_a_run_is_not_overwritten_and_foreign_files_never_are(tmp_path):
 
 def test_a_new_run_gets_a_new_name(tmp_path):
     stem = tmp_path / "a"
-    assert vacant_folder(stem) == stem
+    assert next(vacant_folders(stem)) == stem
     stem.mkdir()
     (stem / "config.yaml").write_text("")
-    assert vacant_folder(stem) == tmp_path / "a-2"
+    assert next(vacant_folders(stem)) == tmp_path / "a-2"
 
 
 def test_metrics_are_cut_back_to_the_checkpoint(tmp_path):

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
             json.dumps(
                 {
                     "run": str(found.folder),
-                    "model": found.config.model.name,
+                    "model": found.model.config.name,
                     "dataset": found.config.data.dataset,
                     "split": args.split,
                     "images": int(score.confusion.sum()),
@@ -58,6 +58,6 @@ def run(args: argparse.Namespace) -> int:
             )
         )
         return 0
-    print(f"{found.config.model.name} on {found.config.data.dataset}, weights of the {found.weights_of}")
+    print(f"{found.model.config.name} on {found.config.data.dataset}, weights of the {found.weights_of}")
     print(f"{args.split} accuracy {score.accuracy:.2%}, loss {score.loss:.4f}, {int(score.confusion.sum())} images")
     return 0

@@ -54,9 +54,9 @@ class CompiledField:
         norms = [norm for norm in field.norms() if not isinstance(norm, Bias)]
         if norms and q.numel() == q.shape[1]:
             raise ValueError(f"batch norm needs more than 1 value per channel in training, got shape {tuple(q.shape)}")
-        self.kind = _kind_of(field, q, dtype)
         self.tensors = field.tensors()
         self.running = [statistic for norm in norms if _counts(norm) for statistic in _running(norm)]
+        self.kind = _kind_of(field, (q, *self.tensors, *self.running), dtype)
         self.statistics: Sequence[Tensor] = ()
 
     def step(self, p: Tensor | None, q: Tensor, coupling: Coupling, grid: Grid | None) -> Sequence[Tensor]:
@@ -263,6 +263,7 @@ def _compile(function: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) ->
     with torch.no_grad(), torch.autocast(inputs[0].device.type, enabled=False):
         inputs = [tensor.detach() for tensor in inputs]
         # Layouts and roundings stay as they are written: chosen by what else a graph holds, they would choose the bits.
+        # No buffer is written in place: where a row of channels is half a vector, a load would wait for the store before it.
         options = {"layout_optimization": False, "emulate_precision_casts": True, "inplace_buffers": False}
         return compile_graph(make_fx(function, tracing_mode="fake")(*inputs), inputs, options)  # type: ignore[return-value]
 
@@ -320,8 +321,8 @@ def _normalize_by(statistics: Sequence[Tensor], running: Sequence[Tensor]) -> No
 _kinds: dict[Any, _Kind] = {}
 
 
-def _kind_of(field: KnownField, q: Tensor, dtype: torch.dtype) -> _Kind:
-    """The kind of this field, on states like q. (Compiled code is for one number of threads.)"""
+def _kind_of(field: KnownField, tensors: Sequence[Tensor], dtype: torch.dtype) -> _Kind:
+    """The kind of this field, on a state and tensors like these. (Compiled code is for one number of threads.)"""
     children = tuple(
         (type(child), *(getattr(child, name, None) for name in ("eps", "padding", "momentum")), _counts(child))
         for child in field._modules.values()
@@ -329,8 +330,8 @@ def _kind_of(field: KnownField, q: Tensor, dtype: torch.dtype) -> _Kind:
     )
     own = {name: value for name, value in vars(field).items() if isinstance(value, bool | int | float | str)}
     numbers = frozenset(own.items() - {("training", field.training)})
-    shapes = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in (q, *field.tensors()))
-    key = (type(field), field.activation, numbers, children, shapes, q.device, dtype, torch.get_num_threads())
+    shapes = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors)
+    key = (type(field), field.activation, numbers, children, shapes, tensors[0].device, dtype, torch.get_num_threads())
     if key not in _kinds:
         _kinds[key] = _Kind(field, dtype)
     return _kinds[key]

@@ -70,6 +70,14 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     return state
 
 
+def is_whole(path: Path) -> bool:
+    """Whether there is a checkpoint at `path`, and it can be read."""
+    try:
+        return bool(read_checkpoint(path))
+    except ValueError:
+        return False
+
+
 def read_newest(folder: Path, note: Callable[[str], None]) -> dict[str, Any] | None:
     """The newest good checkpoint of a run, or None if it has none yet.
 

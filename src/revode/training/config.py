@@ -84,7 +84,7 @@ class OptimizationConfig:
     nesterov: bool = _setting(False, "Nesterov's momentum")
     weight_decay: float = _setting(2e-4, "decay of convolution and linear weights", at_least=0)
     smoothness: float = _setting(2e-4, "decay of the weights' change over depth, the paper's R_h", at_least=0)
-    label_smoothing: float = _setting(0.0, "mass spread over the wrong classes", at_least=0, below=1)
+    label_smoothing: float = _setting(0.0, "mass spread over all classes", at_least=0, below=1)
     clip: float = _setting(0.0, "largest norm of the gradient; 0 does not clip", at_least=0)
     ema: float = _setting(0.0, "decay of the averaged weights that are scored and kept; 0 is off", at_least=0, below=1)
 
@@ -253,7 +253,13 @@ def _check(values: dict[str, Any]) -> None:
         )
     if values["schedule"] == "step" and not values["milestones"]:
         raise ValueError("schedule is step without milestones; give milestones, as 80,120")
+    if any(milestone < 1 for milestone in values["milestones"]):
+        raise ValueError(f"milestones are {','.join(map(str, values['milestones']))}; expected numbers of at least 1")
+    if values["cutout"] and not values["augment"]:
+        raise ValueError(f"cutout is {values['cutout']}, but nothing is augmented; leave out cutout, or --no-augment")
     levels = parse_levels(values["levels"])
+    if values["rate_per_level"] and not levels:
+        raise ValueError("rate_per_level needs levels; give --levels, or leave it out")
     if levels and values["epochs"] != num_epochs(levels):
         raise ValueError(
             f"epochs is {values['epochs']}, but the levels {values['levels']} have {num_epochs(levels)} in all; "

@@ -69,13 +69,12 @@ def network_options(config: Config, info: data.DatasetInfo) -> dict[str, Any]:
         if settings.options.get(name, value) != value:
             found = settings.options[name]
             raise ValueError(f"options has {name}={found}, but {info.name} has {value}; leave it to the data set")
-    if settings.backprop != "auto":
-        options["backprop"] = settings.backprop
-    if settings.exact:
-        options["exact"] = settings.exact
-    if config.execution.compile:
-        options["compile"] = True
-    return options | settings.options
+    flags: dict[str, Any] = {"exact": settings.exact or None, "compile": config.execution.compile or None}
+    flags["backprop"] = None if settings.backprop == "auto" else settings.backprop
+    for name, value in flags.items():
+        if value is not None and settings.options.get(name, value) != value:
+            raise ValueError(f"{name} is {value}, but options has {name}={settings.options[name]}; give one of them")
+    return options | {name: value for name, value in flags.items() if value is not None} | settings.options
 
 
 def choose_images(config: Config, dataset: data.Dataset) -> tuple[data.Split, data.Split | None]:
@@ -106,6 +105,11 @@ class Job:
         # A network that does not exist should not cost a download first.
         self.level_networks = level_networks(config, data.describe(config.data.dataset))
         self.dataset = data.load(config.data.dataset, config.record.data_root).to(group.device)
+        if config.data.cutout >= self.dataset.image_size:
+            raise ValueError(
+                f"cutout is {config.data.cutout}, but the images of {self.dataset.name} have an edge of "
+                f"{self.dataset.image_size}: little would be left of them; give a smaller one"
+            )
         self.train_split, self.validation_split = choose_images(config, self.dataset)
         self.memory_format = torch.channels_last if execution.channels_last else torch.contiguous_format
         self.steps_per_epoch, self.num_steps = self._count_steps()

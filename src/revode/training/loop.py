@@ -22,7 +22,7 @@ from torch import nn
 from revode.data import Split
 from revode.engine import check
 from revode.engine.grid import OutOfRange
-from revode.files import locked, read_json, write_atomically
+from revode.files import Taken, locked, read_json, write_atomically
 from revode.regularizers import smoothness_gradient_
 from revode.training import checkpoint
 from revode.training.checkpoint import BEST, CONFIG, LAST, METRICS, PREVIOUS, RESULT, Position
@@ -37,10 +37,11 @@ from revode.training.run import (
     check_vacant,
     evaluate,
     finish,
+    holds_run,
     images_as_seen,
+    remove_outcome,
     remove_run,
-    remove_unfinished,
-    vacant_folder,
+    vacant_folders,
 )
 from revode.training.terminal import Interrupted, Interruption, Progress
 
@@ -92,10 +93,13 @@ def train(
     config, state, home, named = checkpoint.find_source(config, out, resume, given, note)
     with process_group(config.execution) as group, Interruption() as interruption, contextlib.ExitStack() as stack:
         # Rank 0 decides, since it may write before others look.
-        folder = group.decided_by_leader(lambda: _choose_folder(config, named, overwrite or home == named))
+        if named is not None and home != named and not overwrite:
+            group.decided_by_leader(lambda: check_vacant(named))
         job = Job(config, group, state.get("level", 0))
-        group.decided_by_leader(lambda: stack.enter_context(locked(folder)))
+        folder = group.decided_by_leader(lambda: _lock_folder(config, named, stack))
         result = read_json(folder / RESULT) if home == folder else None
+        if result and "steps" not in result:
+            raise ValueError(f"{folder / RESULT} was not written by `revode train`; choose another directory")
         if result and result["steps"] >= job.num_steps:
             note(f"{folder} is finished, at step {result['steps']}: nothing is left to do")
             return result
@@ -104,8 +108,7 @@ def train(
                 f"{folder} is finished, at step {result['steps']}, and has no checkpoint to go on from; "
                 "replace it by `revode train --overwrite`, or choose another directory"
             )
-        watchers = [*_own_monitors(job), *monitors]
-        if job.sharded and watchers:
+        if job.sharded and (monitors or config.record.monitor):
             raise ValueError("monitors look at whole weights, which --parallel fsdp never has; use ddp, or no monitor")
         plan = state["plan"] if state else group.decided_by_leader(lambda: make_plan(job))
         position = checkpoint.restore(job, state) if state else Position()
@@ -113,7 +116,7 @@ def train(
         if metrics is not None:
             stack.callback(metrics.close)
         with Progress(job.num_steps, config.optimization.batch_size, not group.leads, job.work) as progress:
-            training = Training(job, folder, plan, position, metrics, progress, interruption, watchers)
+            training = Training(job, folder, plan, position, metrics, progress, interruption, monitors)
             training.announce()
             try:
                 training.fit()
@@ -139,6 +142,8 @@ class Training:
     interruption: Interruption
     monitors: Sequence[Monitor]
     last_score: Score | None = None
+    last_is_whole: bool | None = None
+    """Whether ``last.ckpt`` is worth keeping as ``previous.ckpt``; None before anybody looked."""
 
     def __post_init__(self) -> None:
         group, position = self.job.group, self.position
@@ -146,6 +151,7 @@ class Training:
         self.loss_sum = torch.full((), position.loss_sum, dtype=group.widest, device=group.device)
         self.num_correct = torch.full((), position.num_correct, device=group.device)
         self.broken_at = torch.full((), -1, device=group.device)
+        self.watchers = [*_own_monitors(self.job), *self.monitors]
 
     def fit(self) -> None:
         """Update until all steps are done; evaluate, record, save and stop where that is due."""
@@ -181,7 +187,7 @@ class Training:
             if position.step % record.log_every == 0 or position.step == job.num_steps:
                 self._log()
             self.progress.step(position)
-            if self.monitors and position.step % record.monitor_every == 0:
+            if self.watchers and position.step % record.monitor_every == 0:
                 self._monitor()
             if position.step % record.checkpoint_every == 0:
                 self._save()
@@ -269,6 +275,7 @@ class Training:
         """Go on with a deeper network or larger images, and record what is left of the accuracy."""
         job, position = self.job, self.position
         job.enter_level(job.level_at(position.step), position.step // job.steps_per_epoch)
+        self.watchers = [*_own_monitors(job), *self.monitors]
         level = job.levels[job.level]
         found: dict[str, Any] = {"layers": level.layers, "edge": level.edge}
         text = f"level {job.level + 1}: {level.layers} layers, images of edge {level.edge}"
@@ -340,6 +347,8 @@ class Training:
         if best is not None:
             checkpoint.restore(self.job, best)
             weights_of = f"step {self.position.best_step}, best on the validation split"
+        elif self.position.best_step is not None:
+            self.position.best_accuracy = None if self.last_score is None else self.last_score.accuracy
         if self.job.average is not None:
             self.job.average.swap(self.job.model)  # for good: these are the weights to keep
         test = self.job.dataset.test
@@ -348,16 +357,26 @@ class Training:
         return None if test is None else self._score(test, stoppable=False), weights_of
 
     def _read_best(self) -> dict[str, Any] | None:
-        """The best checkpoint so far; None without one, or if the run went on from a time before the one on disk."""
-        if self.position.best_step is None or not (self.folder / BEST).exists():
+        """The best checkpoint so far; None without one, or if it is lost, which is said."""
+        step = self.position.best_step
+        if step is None:
             return None
-        best = checkpoint.read_checkpoint(self.folder / BEST)
-        return best if best["step"] == self.position.best_step else None
+        try:
+            best = checkpoint.read_checkpoint(self.folder / BEST)
+            if best["step"] == step:
+                return best
+            reason = f"{self.folder / BEST} is of step {best['step']}"
+        except ValueError as error:
+            reason = str(error)
+        self.progress.line(
+            f"the weights of step {step}, the best on the validation split, are lost ({reason}): the last are kept"
+        )
+        return None
 
     def _monitor(self) -> None:
         if not self.job.group.leads:
             return
-        for monitor in self.monitors:
+        for monitor in self.watchers:
             with self.job.group.forked_randomness():
                 values = monitor.on_step(self.job.model, self.position.step)
             if values:
@@ -372,8 +391,11 @@ class Training:
         offset = self.metrics.sync() if self.metrics is not None else 0
         state = checkpoint.collect(self.job, self.position, self.plan, offset)
         if self.job.group.leads:
-            keep_as = self.folder / PREVIOUS if name == LAST else None
+            if name == LAST and self.last_is_whole is None:
+                self.last_is_whole = checkpoint.is_whole(self.folder / LAST)
+            keep_as = self.folder / PREVIOUS if name == LAST and self.last_is_whole else None
             checkpoint.write_checkpoint(self.folder / name, state, keep_as)
+            self.last_is_whole = self.last_is_whole or name == LAST
 
     def _require_finite(self) -> None:
         """Stop if an update since the last look saw a loss or gradient that is no number: nothing is written of it."""
@@ -390,13 +412,18 @@ class Training:
         return Diverged(step, what, diagnose_weights(self.job, step), self.folder)
 
 
-def _choose_folder(config: Config, named: Path | None, may_hold_run: bool) -> Path:
-    """The run directory, checked before anything is written."""
-    if named is None:
-        return vacant_folder(Path("runs") / f"{config.model.name}-{config.data.dataset}-seed{config.execution.seed}")
-    if not may_hold_run:
-        check_vacant(named)
-    return named
+def _lock_folder(config: Config, named: Path | None, stack: contextlib.ExitStack) -> Path:
+    """The run directory, for this process alone. One without a name that another process has just taken is left to it."""
+    if named is not None:
+        stack.enter_context(locked(named))
+        return named
+    stem = Path("runs") / f"{config.model.name}-{config.data.dataset}-seed{config.execution.seed}"
+    for folder in vacant_folders(stem):
+        with contextlib.suppress(Taken):
+            stack.enter_context(locked(folder))
+            if not holds_run(folder):  # nor did another write one while we looked
+                return folder
+    raise AssertionError("numbers do not end")
 
 
 def _own_monitors(job: Job) -> list[Monitor]:
@@ -407,7 +434,7 @@ def _own_monitors(job: Job) -> list[Monitor]:
     from revode.stability.walk import reversible_units
 
     reversible_units(job.model)  # refuses a network that has none, before anything is written
-    images, _ = images_as_seen(job.dataset, job.train_split, _NUM_MONITORED)
+    images, _ = images_as_seen(job.dataset, job.train_split, _NUM_MONITORED, job.image_edge())
     return [StabilityMonitor(images, num_images=_NUM_MONITORED)]
 
 
@@ -421,11 +448,11 @@ def _open_metrics(
             from torch.utils.tensorboard import SummaryWriter as make_board
         except ImportError as error:
             raise ValueError(f"--tensorboard needs the package tensorboard ({error}); install revode[train]") from error
-    (remove_run if overwrite else remove_unfinished)(folder)
+    (remove_run if overwrite else remove_outcome)(folder)
     write_atomically(folder / CONFIG, config.to_yaml())
     if home is not None and home != folder:  # the run goes on in another directory, and takes its past along
         for name in (METRICS, BEST):
             if (home / name).exists():
                 write_atomically(folder / name, (home / name).read_bytes())
-    board = make_board and make_board(str(folder), purge_step=state.get("step"))
+    board = make_board and make_board(str(folder), purge_step=state["step"] + 1 if state else None)
     return MetricsLog(folder / METRICS, state.get("metrics_offset", 0), board)

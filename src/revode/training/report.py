@@ -53,7 +53,7 @@ def write_report(folder: str | Path, data_root: str | None = None, out: str | Pa
     run = load_run(folder)
     config = run.config
     words = f"recipe {config.recipe}, seed {config.execution.seed}, weights of the {run.weights_of}"
-    page = Page(f"{config.model.name} on {config.data.dataset}", words)
+    page = Page(f"{run.model.config.name} on {config.data.dataset}", words)
     passing("report: curves")
     _cards(page, run)
     _curves(page, read_metrics(run.folder))

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from revode import data
 from revode.data import DatasetInfo, Split
+from revode.engine.grid import OutOfRange
 from revode.files import commit, machine, read_json, read_json_lines, unwritable, versions, write_atomically, write_json
 from revode.networks import StagedClassifier
 from revode.networks.files import load, load_pretrained, save
@@ -54,13 +55,10 @@ def check_vacant(folder: Path) -> None:
         )
 
 
-def vacant_folder(stem: Path) -> Path:
-    """`stem`, or `stem` with the first number behind it that holds no run yet."""
-    candidate, number = stem, 1
-    while holds_run(candidate):
-        number += 1
-        candidate = stem.with_name(f"{stem.name}-{number}")
-    return candidate
+def vacant_folders(stem: Path) -> Iterator[Path]:
+    """Those of `stem`, and of `stem` with a number behind it, that hold no run yet."""
+    numbered = (stem.with_name(f"{stem.name}-{number}") for number in itertools.count(2))
+    return (candidate for candidate in itertools.chain([stem], numbered) if not holds_run(candidate))
 
 
 def remove_run(folder: Path) -> None:
@@ -70,9 +68,12 @@ def remove_run(folder: Path) -> None:
     _remove(folder, *_DERIVED, ".*.part")
 
 
-def remove_unfinished(folder: Path) -> None:
-    """Remove what a killed process has left of a checkpoint; for whoever holds the lock of the run."""
-    _remove(folder, ".*.ckpt.*.part")
+def remove_outcome(folder: Path) -> None:
+    """Remove what a run that goes on will write anew, and what a killed process has left of a checkpoint.
+
+    For whoever holds the lock of the run. A finished run that is made longer is then read by its checkpoint, not as it was.
+    """
+    _remove(folder, RESULT, WEIGHTS, REPORT, ".*.ckpt.*.part")
 
 
 def _remove(folder: Path, *patterns: str) -> None:
@@ -171,7 +172,7 @@ def evaluate(
     """Score `model` on every image of `split` once, resampled to `edge`; None if `should_stop` said so on the way.
 
     Every process makes the same number of calls, since a sharded network answers only if all ask, and with the same
-    statistics, those of rank 0.
+    statistics, those of rank 0. If states leave the grid in one of them, all raise `OutOfRange`, at the end.
     """
     group.share_buffers(model)
     was_training = model.training
@@ -179,6 +180,7 @@ def evaluate(
     confusion = torch.zeros(info.num_classes, info.num_classes, dtype=group.widest, device=group.device)
     loss = torch.zeros((), dtype=group.widest, device=group.device)
     shares = list(data.evaluation_batches(len(split), batch_size, rank=group.rank, world_size=group.world_size))
+    fault: OutOfRange | None = None
     try:
         for index in range(group.largest(len(shares))):
             note(index, len(shares))
@@ -186,7 +188,13 @@ def evaluate(
                 return None
             batch = split.take(shares[index] if index < len(shares) else torch.zeros(1, dtype=torch.int64))
             x = data.standardise(batch.images, info, memory_format=memory_format)
-            scores = model(data.resample(x, edge or info.image_size)).float()
+            try:
+                scores = model(data.resample(x, edge or info.image_size)).float()
+            except OutOfRange as error:
+                if group.world_size == 1:
+                    raise
+                fault = error
+                continue
             if index < len(shares):
                 loss += F.cross_entropy(scores, batch.labels, reduction="sum")
                 cells = batch.labels * info.num_classes + scores.argmax(1)
@@ -195,6 +203,8 @@ def evaluate(
         model.train(was_training)
         if hasattr(model, "reshard"):
             model.reshard()  # type: ignore[operator]  # without a backward pass, FSDP2 leaves the root whole
+    if group.largest(int(fault is not None)):
+        raise fault or OutOfRange("states left the range of the grid in another process")
     confusion, loss = group.sum(confusion).cpu(), group.sum(loss)
     correct = float(confusion.diagonal().sum())
     return Score(float(loss) / len(split), correct / len(split), confusion.to(torch.int64))
@@ -377,9 +387,8 @@ def export_onnx(folder: str | Path, path: str | Path, *, overwrite: bool = False
         raise ValueError(f"{path} exists already; give another path or --overwrite")
     if not path.parent.is_dir():
         raise ValueError(f"{path.parent} is not a directory; create it or give another path")
-    info = data.describe(run.config.data.dataset)
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randn(4, info.channels, info.image_size, info.image_size, generator=generator)
+    size, generator = run.model.config.image_size, torch.Generator().manual_seed(0)
+    images = torch.randn(4, run.model.config.in_channels, size, size, generator=generator)
     program = _convert(run.model, images)
     difference = _compare(program, run.model, images)
     if difference is not None and difference > TOLERANCE:
