@@ -390,7 +390,7 @@ def show_table_2_levels(budget: Budget, outcomes: list[Outcome]) -> Findings:
         rows.append(_in_levels(budget, own) | {f"STL-10 test, paper ({paper.STL_SCHEDULE})": theirs})
         steps, fractions = own[0].metrics("train", "accuracy")
         series[name] = [step / own[0].result["steps"] for step in steps], [100 * fraction for fraction in fractions]
-    markup = charts.lines(series, "share of the steps", "accuracy on augmented training images, %")
+    markup = charts.lines(series, "share of the steps", "training accuracy, %")
     caption = "Accuracy on the augmented training images over the course of each training, on images of the level."
     return Findings([Table(rows)], [Chart(markup, caption)], hold_out_remark(outcomes))
 
