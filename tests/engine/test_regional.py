@@ -180,7 +180,7 @@ def test_batch_norm_counts_and_refuses_as_torch_has_it() -> None:
 def test_running_statistics_are_those_of_eager(change: str) -> None:
     """Over several steps, by every strategy; fields that differ in how they count are of different kinds."""
     torch.manual_seed(0)
-    fields = symmetric(3, "batch")
+    fields = symmetric(4, "batch")
     for norm in (module for module in fields[1].modules() if isinstance(module, nn.BatchNorm2d)):
         if change == "double statistics":
             norm.running_mean, norm.running_var = norm.running_mean.double(), norm.running_var.double()
@@ -192,7 +192,7 @@ def test_running_statistics_are_those_of_eager(change: str) -> None:
     ]
     if change == "double statistics":  # which torch's own kernel refuses
         assert all(b.dtype == torch.float64 for s in compiled for b in s.fields[1].norm.buffers() if b.dim())
-        eager = ReversibleSequence(symmetric(3, "batch"), Verlet(0.3))
+        eager = ReversibleSequence(symmetric(4, "batch"), Verlet(0.3))
         eager.load_state_dict(compiled[0].state_dict())
     else:
         eager = ReversibleSequence(copy.deepcopy(fields), Verlet(0.3))

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from revode.engine.grid import OutOfRange
 from revode.files import read_json, read_json_lines
 from revode.training.config import Config, ExecutionConfig, from_leaves
 from revode.training.terminal import Interrupted, Interruption
@@ -68,6 +69,17 @@ class Group:
         tensor = torch.tensor(value)
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.hosts)
         return int(tensor)
+
+    def on_grid(self, network: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """What `network` makes of x. If states leave the grid in one process, all raise `OutOfRange`, so that none waits."""
+        fault, found = None, x
+        try:
+            found = network(x)
+        except OutOfRange as error:
+            fault = error
+        if self.largest(int(fault is not None)):
+            raise fault or OutOfRange("states left the range of the grid in another process")
+        return found
 
     def decided_by_leader(self, decide: Callable[[], T]) -> T:
         """What rank 0 decides, everywhere. If it finds bad input, rank 0 raises and says so, and the others leave quietly."""

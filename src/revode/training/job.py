@@ -145,6 +145,11 @@ class Job:
         return min(bisect.bisect_right(self.level_ends, step), len(self.level_ends) - 1)
 
     @property
+    def is_exact(self) -> bool:
+        """Whether its states lie on the grid, which they may leave."""
+        return bool(self.level_networks[self.level].exact)
+
+    @property
     def is_cut(self) -> bool:
         """Whether it is at a level before the last: at the end of a run, ``max_steps`` came first."""
         return self.level < len(self.level_networks) - 1

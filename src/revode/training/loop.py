@@ -201,7 +201,7 @@ class Training:
             x, labels = job.images(part, self.epoch)
             with gradients_stay_local(job.network, number < len(parts)):
                 with job.autocast():
-                    scores = job.network(x)
+                    scores = job.group.on_grid(job.network, x) if job.is_exact else job.network(x)
                 loss = F.cross_entropy(scores.float(), labels, label_smoothing=settings.label_smoothing)
                 job.scaler.scale(loss / len(parts)).backward()
             self.loss += loss.detach().to(self.loss.dtype) * len(part)

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from revode import data
 from revode.data import DatasetInfo, Split
-from revode.engine.grid import OutOfRange
 from revode.files import commit, machine, read_json, read_json_lines, unwritable, versions, write_atomically, write_json
 from revode.networks import StagedClassifier
 from revode.networks.files import load, load_pretrained, save
@@ -172,7 +171,7 @@ def evaluate(
     """Score `model` on every image of `split` once, resampled to `edge`; None if `should_stop` said so on the way.
 
     Every process makes the same number of calls, since a sharded network answers only if all ask, and with the same
-    statistics, those of rank 0. If states leave the grid in one of them, all raise `OutOfRange`, at the end.
+    statistics, those of rank 0. If states leave the grid in one of them, all raise `OutOfRange`.
     """
     group.share_buffers(model)
     was_training = model.training
@@ -180,7 +179,6 @@ def evaluate(
     confusion = torch.zeros(info.num_classes, info.num_classes, dtype=group.widest, device=group.device)
     loss = torch.zeros((), dtype=group.widest, device=group.device)
     shares = list(data.evaluation_batches(len(split), batch_size, rank=group.rank, world_size=group.world_size))
-    fault: OutOfRange | None = None
     try:
         for index in range(group.largest(len(shares))):
             note(index, len(shares))
@@ -188,13 +186,7 @@ def evaluate(
                 return None
             batch = split.take(shares[index] if index < len(shares) else torch.zeros(1, dtype=torch.int64))
             x = data.standardise(batch.images, info, memory_format=memory_format)
-            try:
-                scores = model(data.resample(x, edge or info.image_size)).float()
-            except OutOfRange as error:
-                if group.world_size == 1:
-                    raise
-                fault = error
-                continue
+            scores = group.on_grid(lambda x: model(data.resample(x, edge or info.image_size)), x).float()
             if index < len(shares):
                 loss += F.cross_entropy(scores, batch.labels, reduction="sum")
                 cells = batch.labels * info.num_classes + scores.argmax(1)
@@ -203,8 +195,6 @@ def evaluate(
         model.train(was_training)
         if hasattr(model, "reshard"):
             model.reshard()  # type: ignore[operator]  # without a backward pass, FSDP2 leaves the root whole
-    if group.largest(int(fault is not None)):
-        raise fault or OutOfRange("states left the range of the grid in another process")
     confusion, loss = group.sum(confusion).cpu(), group.sum(loss)
     correct = float(confusion.diagonal().sum())
     return Score(float(loss) / len(split), correct / len(split), confusion.to(torch.int64))
