@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from revode import BDIA, AdditiveCoupling, AntisymmetricField, Leapfrog, MidPoint, Momentum, SymmetricField, Verlet
 from revode.schemes import Scheme
@@ -183,3 +184,14 @@ def tanh_layer(features: int) -> nn.Module:
 def width(scheme: Scheme, channels: int) -> int:
     """Channels that a branch sees when the input has `channels`."""
     return scheme.init(torch.empty(1, channels))[1].shape[1]
+
+
+class Checkpointed(nn.Module):
+    """A layer under torch's checkpoint, with another module inside."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.inside = nn.Sequential(nn.Linear(4, 4), module, nn.Tanh())
+
+    def forward(self, q: Tensor) -> Tensor:
+        return checkpoint(self.inside, q, use_reentrant=False)

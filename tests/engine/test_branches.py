@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from branches import Attention, Conditioned, Perceptron, Recurrent, conv_norm_relu, tanh_layer
+from branches import Attention, Checkpointed, Conditioned, Perceptron, Recurrent, conv_norm_relu, tanh_layer
 from gradients import assert_agree, compare_with_store, training_step, weighted_sum
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -154,15 +154,7 @@ class TestRealBranches:
     def test_a_checkpoint_inside_a_branch_and_around_a_sequence(self) -> None:
         from torch.utils.checkpoint import checkpoint
 
-        class Checkpointed(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.inner = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.2), nn.Tanh())
-
-            def forward(self, q: Tensor) -> Tensor:
-                return checkpoint(self.inner, q, use_reentrant=False)
-
-        compare_with_store(lambda **o: sequence_of(Checkpointed, **o), double_input())
+        compare_with_store(lambda **o: sequence_of(lambda: Checkpointed(nn.Dropout(0.2)), **o), double_input())
         sequence = sequence_of(lambda: tanh_layer(4))
         x = double_input()
         around = training_step(sequence, x, call=lambda x: checkpoint(sequence, x, use_reentrant=False))

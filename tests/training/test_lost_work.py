@@ -180,6 +180,12 @@ class TestRunsOfOthers:
             train(tiny(options={"memory_budget": 10}), halved, overwrite=True)
         assert {path.name for path in halved.iterdir()} == before
 
+    def test_a_network_that_cannot_be_monitored_overwrites_nothing(self, halved):
+        before = {path.name: path.read_bytes() for path in halved.iterdir() if path.name != ".lock"}
+        with pytest.raises(ValueError, match="no reversible units"):
+            train(tiny(name="resnet-14", monitor=True), halved, overwrite=True)
+        assert {path.name: path.read_bytes() for path in halved.iterdir() if path.name != ".lock"} == before
+
     def test_overwriting_takes_what_was_made_of_the_run(self, halved):
         for name in ("model.onnx", "stability.html", "events.out.tfevents.1", "notes.txt"):
             (halved / name).write_text("old")

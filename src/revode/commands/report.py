@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from revode.commands import require
 
@@ -19,10 +18,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write the page and print its path."""
     require("train", "plot")
-    if args.out and Path(args.out).is_dir():
-        raise ValueError(
-            f"--out is {args.out}, a directory; give the file to write, as {Path(args.out) / 'report.html'}"
-        )
     from revode.training.report import write_report
 
     print(write_report(args.run, args.data_root, args.out))

@@ -370,7 +370,7 @@ def show_levels_or_plain(budget: Budget, outcomes: list[Outcome]) -> Findings:
     """Accuracy over what the training cost."""
     theirs = {f"paper, CIFAR-10 ({paper.CIFAR_SCHEDULE})": percent(paper.CIFAR[QUICK]["cifar10"])}
     rows, series = [], {}
-    for name, own in _by_network(outcomes).items():
+    for name, own in by_network(outcomes).items():
         rows.append(_in_levels(budget, own) | theirs)
         levels, lines = parse_levels(own[0].task.config(Setup()).optimization.levels), own[0].lines("evaluation")
         series[name] = (
@@ -385,7 +385,7 @@ def show_levels_or_plain(budget: Budget, outcomes: list[Outcome]) -> Findings:
 def show_table_2_levels(budget: Budget, outcomes: list[Outcome]) -> Findings:
     """Accuracies at an equal time, and the course of the training."""
     rows, series = [], {}
-    for name, own in _by_network(outcomes).items():
+    for name, own in by_network(outcomes).items():
         theirs = percent(paper.STL.get(own[0].task.model, {}).get("stl10"))
         rows.append(_in_levels(budget, own) | {f"STL-10 test, paper ({paper.STL_SCHEDULE})": theirs})
         steps, fractions = own[0].metrics("train", "accuracy")
@@ -395,7 +395,8 @@ def show_table_2_levels(budget: Budget, outcomes: list[Outcome]) -> Findings:
     return Findings([Table(rows)], [Chart(markup, caption)], hold_out_remark(outcomes))
 
 
-def _by_network(outcomes: list[Outcome]) -> dict[str, list[Outcome]]:
+def by_network(outcomes: list[Outcome]) -> dict[str, list[Outcome]]:
+    """The outcomes of every network, in the order of appearance."""
     names = dict.fromkeys(outcome.task.name for outcome in outcomes)
     return {name: [outcome for outcome in outcomes if outcome.task.name == name] for name in names}
 

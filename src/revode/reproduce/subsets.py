@@ -13,6 +13,7 @@ from revode.reproduce.accuracy import (
     HOLD_OUT,
     SMOKE_HOLD_OUT,
     STL_SHORT,
+    by_network,
     grouped,
     hold_out_remark,
     mean_and_deviation,
@@ -193,14 +194,13 @@ def show_small_data(budget: Budget, outcomes: list[Outcome]) -> Findings:
     """Accuracies, paired differences, and how the training loss ends."""
     found = grouped(outcomes, lambda task: task.name)
     rows, series = [], {}
-    for name, accuracies in found.items():
-        own = [outcome for outcome in outcomes if outcome.task.name == name]
+    for name, own in by_network(outcomes).items():
         curves = [outcome.metrics("train", "loss") for outcome in own]
         losses, slopes = zip(*(_end(*curve) for curve in curves), strict=True)
         settings = own[0].task.identity()
         row = {"network": name, "h": f"{settings['options'].get('h', ABSENT)}"}
         row["peak of the rate"] = f"{settings.get('lr', 0.1):g}"
-        row[f"test accuracy ({budget.schedule})"] = spread(accuracies.values())
+        row[f"test accuracy ({budget.schedule})"] = spread(found[name].values())
         row["training loss at the end"] = f"{statistics.fmean(losses):.3f}"
         row["its slope, per 1,000 steps"] = f"{statistics.fmean(slopes):+.3f}"
         rows.append(row)

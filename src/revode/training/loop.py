@@ -108,7 +108,8 @@ def train(
                 f"{folder} is finished, at step {result['steps']}, and has no checkpoint to go on from; "
                 "replace it by `revode train --overwrite`, or choose another directory"
             )
-        if job.sharded and (monitors or config.record.monitor):
+        own_monitors = _own_monitors(job)
+        if job.sharded and (own_monitors or monitors):
             raise ValueError("monitors look at whole weights, which --parallel fsdp never has; use ddp, or no monitor")
         plan = state["plan"] if state else group.decided_by_leader(lambda: make_plan(job))
         position = checkpoint.restore(job, state) if state else Position()
@@ -116,7 +117,7 @@ def train(
         if metrics is not None:
             stack.callback(metrics.close)
         with Progress(job.num_steps, config.optimization.batch_size, not group.leads, job.work) as progress:
-            training = Training(job, folder, plan, position, metrics, progress, interruption, monitors)
+            training = Training(job, folder, plan, position, metrics, progress, interruption, monitors, own_monitors)
             training.announce()
             try:
                 training.fit()
@@ -141,9 +142,9 @@ class Training:
     progress: Progress
     interruption: Interruption
     monitors: Sequence[Monitor]
+    own_monitors: Sequence[Monitor] = ()
+    """Those that ``--monitor`` asks for; their images are of the level."""
     last_score: Score | None = None
-    last_is_whole: bool | None = None
-    """Whether ``last.ckpt`` is worth keeping as ``previous.ckpt``; None before anybody looked."""
 
     def __post_init__(self) -> None:
         group, position = self.job.group, self.position
@@ -151,7 +152,6 @@ class Training:
         self.loss_sum = torch.full((), position.loss_sum, dtype=group.widest, device=group.device)
         self.num_correct = torch.full((), position.num_correct, device=group.device)
         self.broken_at = torch.full((), -1, device=group.device)
-        self.watchers = [*_own_monitors(self.job), *self.monitors]
 
     def fit(self) -> None:
         """Update until all steps are done; evaluate, record, save and stop where that is due."""
@@ -187,7 +187,7 @@ class Training:
             if position.step % record.log_every == 0 or position.step == job.num_steps:
                 self._log()
             self.progress.step(position)
-            if self.watchers and position.step % record.monitor_every == 0:
+            if position.step % record.monitor_every == 0:
                 self._monitor()
             if position.step % record.checkpoint_every == 0:
                 self._save()
@@ -275,7 +275,7 @@ class Training:
         """Go on with a deeper network or larger images, and record what is left of the accuracy."""
         job, position = self.job, self.position
         job.enter_level(job.level_at(position.step), position.step // job.steps_per_epoch)
-        self.watchers = [*_own_monitors(job), *self.monitors]
+        self.own_monitors = _own_monitors(job)
         level = job.levels[job.level]
         found: dict[str, Any] = {"layers": level.layers, "edge": level.edge}
         text = f"level {job.level + 1}: {level.layers} layers, images of edge {level.edge}"
@@ -376,7 +376,7 @@ class Training:
     def _monitor(self) -> None:
         if not self.job.group.leads:
             return
-        for monitor in self.watchers:
+        for monitor in (*self.own_monitors, *self.monitors):
             with self.job.group.forked_randomness():
                 values = monitor.on_step(self.job.model, self.position.step)
             if values:
@@ -391,11 +391,8 @@ class Training:
         offset = self.metrics.sync() if self.metrics is not None else 0
         state = checkpoint.collect(self.job, self.position, self.plan, offset)
         if self.job.group.leads:
-            if name == LAST and self.last_is_whole is None:
-                self.last_is_whole = checkpoint.is_whole(self.folder / LAST)
-            keep_as = self.folder / PREVIOUS if name == LAST and self.last_is_whole else None
+            keep_as = self.folder / PREVIOUS if name == LAST else None
             checkpoint.write_checkpoint(self.folder / name, state, keep_as)
-            self.last_is_whole = self.last_is_whole or name == LAST
 
     def _require_finite(self) -> None:
         """Stop if an update since the last look saw a loss or gradient that is no number: nothing is written of it."""

@@ -50,6 +50,8 @@ def write_report(folder: str | Path, data_root: str | None = None, out: str | Pa
         data_root: Folder of the data sets; where its images are missing, the parts that need them are left out.
         out: The page; ``report.html`` in the run unless given.
     """
+    if out is not None and Path(out).is_dir():
+        raise ValueError(f"{out} is a directory; give the file to write, as {Path(out) / REPORT}")
     run = load_run(folder)
     config = run.config
     words = f"recipe {config.recipe}, seed {config.execution.seed}, weights of the {run.weights_of}"

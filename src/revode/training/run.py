@@ -28,7 +28,18 @@ from revode.data import DatasetInfo, Split
 from revode.files import commit, machine, read_json, read_json_lines, unwritable, versions, write_atomically, write_json
 from revode.networks import StagedClassifier
 from revode.networks.files import load, load_pretrained, save
-from revode.training.checkpoint import CONFIG, FILES, METRICS, REPORT, RESULT, WEIGHTS, Position, read_newest
+from revode.training.checkpoint import (
+    CONFIG,
+    FILES,
+    LAST,
+    METRICS,
+    REPORT,
+    RESULT,
+    WEIGHTS,
+    Position,
+    is_whole,
+    read_newest,
+)
 from revode.training.config import Config, from_leaves, read_yaml
 from revode.training.distributed import Group, choose_device
 from revode.training.job import Job, build_model, choose_images
@@ -68,11 +79,14 @@ def remove_run(folder: Path) -> None:
 
 
 def remove_outcome(folder: Path) -> None:
-    """Remove what a run that goes on will write anew, and what a killed process has left of a checkpoint.
+    """Remove what a run that goes on will write anew, and what a killed process or a bad disk has left of a checkpoint.
 
-    For whoever holds the lock of the run. A finished run that is made longer is then read by its checkpoint, not as it was.
+    For whoever holds the lock of the run. A finished run that is made longer is then read by its checkpoint, not as it was. A
+    damaged ``last.ckpt`` would take the place of the good one before it.
     """
     _remove(folder, RESULT, WEIGHTS, REPORT, ".*.ckpt.*.part")
+    if not is_whole(folder / LAST):
+        _remove(folder, LAST)
 
 
 def _remove(folder: Path, *patterns: str) -> None:
