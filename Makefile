@@ -43,13 +43,13 @@ $(PEERS)/.ready: benchmarks/peers.txt | $(READY)
 	touch $@
 
 bench: $(READY) $(PEERS)/.ready  ## time, memory and gradient error beside other libraries; ARGS=--quick for 3 minutes
-	$(BIN)/revode bench $(ARGS)
+	$(BIN)/python benchmarks/bench.py $(ARGS)
 
 LOWER := stage-32x32 stage-16x16 stage-8x8 hamiltonian-74 hamiltonian-1202 attention-12
 
 bench-docs: $(READY) $(PEERS)/.ready  ## measure everything and rewrite docs/benchmarks.md, about 35 minutes on an idle machine
-	$(BIN)/revode bench --extra --out docs $(ARGS)
-	$(BIN)/revode bench --extra --dtype bfloat16 $(LOWER:%=--workload %) --rows docs/benchmarks.json --out docs $(ARGS)
+	$(BIN)/python benchmarks/bench.py --extra --out docs $(ARGS)
+	$(BIN)/python benchmarks/bench.py --extra --dtype bfloat16 $(LOWER:%=--workload %) --rows docs/benchmarks.json --out docs $(ARGS)
 	$(BIN)/python benchmarks/blocks.py docs
 	$(BIN)/python benchmarks/page.py docs
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from revode.bench.measure import Row
-from revode.bench.methods import PEERS
-from revode.bench.workloads import BOOKKEEPING, STAGES
+from measure import Row
+from methods import PEERS
+from workloads import BOOKKEEPING, STAGES
 
 Values = list[tuple[str, float]]
 """(where, value) pairs; the worst decides."""
@@ -129,12 +129,6 @@ def _time_per_block(rows: Rows) -> Values:
     return [("", times[-1] / times[0])] if len(times) > 1 else []
 
 
-def _syncs(rows: Rows) -> Values:
-    """The most of any row: one value in place of a hundred."""
-    found = [row.syncs for row in rows.ours() if row.syncs is not None]
-    return [(f"{len(found)} rows, at most", float(max(found)))] if found else []
-
-
 def _operations(method: str) -> Callable[[Rows], Values]:
     def values(rows: Rows) -> Values:
         row = rows.get("tiny-convolution", method)
@@ -197,7 +191,6 @@ BARS = (
     ),
     Bar("aten operations of a branch, Conv+BN+ReLU, backward", 22, 16, True, _operations("revode")),
     Bar("the same with exact=True", 24, 16, True, _operations("revode-exact")),
-    Bar("device syncs in a step", 1, 0, True, _syncs),
     Bar("bfloat16, hamiltonian-74, exact: bare convolutions / step", 0.70, 0.78, False, _lower_roofline),
     Bar("bfloat16, hamiltonian-74: exact / store, both at their best", 1.33, 1.2, True, _lower_over_store),
 )

@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from measure import clock, seconds_alone
 from torch.profiler import ProfilerActivity, profile
 
 import revode
-from revode.bench.measure import clock, seconds_alone
 
 WAYS: dict[str, dict[str, Any]] = {
     "exact": {"exact": True},

@@ -12,11 +12,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-
-from revode.bench.cases import Case
-from revode.bench.measure import Settings, interleave
-from revode.bench.methods import METHODS
-from revode.bench.workloads import DEPTHS, WORKLOADS, Workload
+from cases import Case
+from measure import Settings, interleave
+from methods import METHODS
+from workloads import DEPTHS, WORKLOADS, Workload
 
 METHODS_TIMED = ("store", "revode")
 BUDGET = 180.0
@@ -26,7 +25,7 @@ BUDGET = 180.0
 def several(case: Case, count: int) -> Callable[[], None]:
     def run() -> None:
         for _ in range(count):
-            case.step()
+            case()
         case.clear()
 
     return run
@@ -39,7 +38,7 @@ def block_seconds(workloads: Sequence[Workload], settings: Settings) -> dict[str
     for workload in workloads:
         for method in METHODS_TIMED:
             case = Case(workload, METHODS[method], layout=settings.layout)
-            case.step()
+            case()
             actions[method, workload.name] = several(case, deepest // workload.options["depth"])
     found: dict[str, dict[str, float]] = {method: {} for method in METHODS_TIMED}
     for (method, name), seconds in interleave(actions, settings.repeats, BUDGET, settings.fewest).items():

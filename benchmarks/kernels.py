@@ -9,11 +9,11 @@ import statistics
 
 import torch
 import torch.nn.functional as F
+from measure import interleave
 from page import markdown
 from torch import Tensor
 
 from revode import SymmetricField
-from revode.bench.measure import interleave
 
 SHAPES = ((64, 16, 32), (64, 32, 16), (64, 56, 8), (32, 16, 32), (32, 32, 16), (32, 64, 8))
 """(batch, channels of a half, edge): the stages of hamiltonian-74 in the benchmark, and of hamiltonian-1202."""

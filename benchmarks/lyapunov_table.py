@@ -10,9 +10,10 @@ import itertools
 import torch
 
 import revode
-from revode import ReversibleSequence, SymmetricField, Verlet, data
-from revode.stability import finite_size_growth, lyapunov_exponents, step_bounds
-from revode.stability.bounds import largest_usage
+from revode import ReversibleSequence, SymmetricField, Verlet
+from revode_lab import data
+from revode_lab.stability import finite_size_growth, lyapunov_exponents, step_bounds
+from revode_lab.stability.bounds import largest_usage
 
 NETWORKS = ("hamiltonian-74", "hamiltonian-1layer-74", "leapfrog-26", "midpoint-26", "revnet-38")
 NUM_IMAGES, SIZE, SEED = 8, 16, 0

@@ -8,10 +8,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from bars import Blocks, Rows, verdicts
-
-from revode.bench.measure import Row
-from revode.bench.report import FIGURES, HEADER, cells, milliseconds, read, tables
-from revode.bench.workloads import BOOKKEEPING, DEPTHS, NUM_TINY, WORKLOADS
+from measure import Row
+from report import FIGURES, HEADER, cells, milliseconds, read, tables
+from workloads import BOOKKEEPING, DEPTHS, NUM_TINY, WORKLOADS
 
 COMMAND = "make bench-docs"
 _INTRODUCTION = """# Benchmarks
@@ -44,12 +43,11 @@ itself: half the bytes, and silently a wrong gradient if it was changed. **error
 is the rounding of the states to the grid 2^-14, which changes the network a little, not a fault of its backward pass.
 **floor** is the time of the step's convolutions and matrix products, called alone on tensors of the same shapes and
 strides, over the time of the step. **ops** are aten operations of a step for each branch, forward/backward. Those of stem
-and head count, too. Compiled steps have none, since theirs are fused. **syncs** says how often a step would make a device
-wait. It is counted on a device that is only pretended, and is missing where that device cannot run the method.
+and head count, too. Compiled steps have none, since theirs are fused.
 
 Rows in bfloat16 run branches under autocast, beside states and parameters in float32. Networks and stages have batch norm
 there, as in training. On a CPU the other libraries do not restore autocast in backward, so they are left out.
-`revode bench --dtype bfloat16`
+`.venv/bin/python benchmarks/bench.py --dtype bfloat16`
 
 The stage and depth workloads are additive couplings of the paper's branches with h folded into the weights, so that
 libraries that only add need no further operation. In whole networks their branches are multiplied by ±h. Schemes that a
@@ -128,9 +126,8 @@ def _table(heading: str, count: str, rows: Sequence[Row]) -> str:
     name, _, title = heading.partition(": ")
     lower = "" if rows[0].dtype == "float32" else f" --dtype {rows[0].dtype}"
     table = markdown(HEADER, [cells(row) for row in rows])
-    return (
-        f"### {name}{lower and ', bfloat16'}\n\n{title}; {count}. `revode bench --workload {name}{lower}`\n\n{table}\n"
-    )
+    command = f"`.venv/bin/python benchmarks/bench.py --workload {name}{lower}`"
+    return f"### {name}{lower and ', bfloat16'}\n\n{title}; {count}. {command}\n\n{table}\n"
 
 
 def _scaling(blocks: Blocks) -> str:

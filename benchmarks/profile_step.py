@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from cases import Case
+from measure import clock
+from methods import METHODS, find
 from torch.profiler import ProfilerActivity, profile
-
-from revode.bench.cases import Case
-from revode.bench.measure import clock
-from revode.bench.methods import METHODS, find
-from revode.bench.workloads import WORKLOADS
+from workloads import WORKLOADS
 
 KINDS: dict[str, str] = {
     "convolutions": r"conv",
@@ -48,11 +47,11 @@ def profile_step(case: Case, repeats: int = 3) -> tuple[float, list[Share]]:
         case: what to run.
         repeats: steps to average over.
     """
-    case.step()
-    seconds = min(clock(case.step) for _ in range(repeats))
+    case()
+    seconds = min(clock(case) for _ in range(repeats))
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
         for _ in range(repeats):
-            case.step()
+            case()
     events = [event for event in profiler.key_averages() if event.key.startswith(("aten::", "mkldnn"))]
     shares = _shares(events, repeats)
     work = sum(share.seconds for share in shares)

@@ -16,7 +16,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-SOURCE = str(Path(__file__).resolve().parents[1] / "src" / "revode") + os.sep
+SOURCE = str(Path(__file__).resolve().parents[1] / "src") + os.sep
 TARGETS = {"one training step": 14, "revode train": 28, "revode reproduce table-1": 32}
 _PLACE = "REVODE_WALKS"
 """The environment variable with the folder where processes leave what they saw; set, it makes this file watch on import."""
@@ -64,8 +64,8 @@ def files_of_command(*words: str) -> set[str]:
     """The files that a command and the processes it starts run."""
     with tempfile.TemporaryDirectory() as place:
         Path(place, "sitecustomize.py").write_text(Path(__file__).read_text().replace("__file__", repr(__file__)))
-        path = os.pathsep.join([place, str(Path(SOURCE).parent)])
-        command = [sys.executable, "-m", "revode.cli", *words]
+        path = os.pathsep.join([place, SOURCE])
+        command = [sys.executable, "-m", "revode_lab.cli", *words]
         environment = {**os.environ, "PYTHONPATH": path, _PLACE: place}
         subprocess.run(command, env=environment, cwd=place, check=True, stdout=subprocess.DEVNULL)
         return {name for file in Path(place).glob("*.txt") for name in file.read_text().split()}
@@ -76,7 +76,7 @@ def files_of_step() -> set[str]:
     import contextlib
     import io
 
-    from revode.training import configure, train
+    from revode_lab.training import configure, train
 
     found: set[str] = set()
     with tempfile.TemporaryDirectory() as place, contextlib.redirect_stdout(io.StringIO()):

@@ -43,11 +43,12 @@ import torch
 from torch import Tensor, nn
 
 import revode
-from revode.charts import lines, standalone
-from revode.data import data_root
-from revode.engine.accounting import SavedTensors, graph_bytes
-from revode.files import commit, human_bytes, machine, processor, read_json, versions, write_atomically, write_json
-from revode.networks.transformer import GPT
+from revode.files import write_atomically
+from revode.memory import SavedTensors, graph_bytes
+from revode.networks import GPT
+from revode_lab.charts import lines, standalone
+from revode_lab.data import data_root
+from revode_lab.files import commit, human_bytes, machine, processor, read_json, versions, write_json
 
 SCHEMES: dict[str, dict[str, Any]] = {
     "none": {},

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from revode import Leapfrog, ReversibleSequence
-from revode.engine.accounting import SavedTensors
+from revode.memory import SavedTensors
 
 
 class Counted(nn.Module):

@@ -108,7 +108,7 @@ def main() -> None:
 def draw(memory: dict[int, list[float]], images: list[Tensor], path: str) -> None:
     from matplotlib.figure import Figure
 
-    from revode.charts import COLOURS, INK, chart_style, standalone, svg
+    from revode_lab.charts import COLOURS, INK, chart_style, standalone, svg
 
     with chart_style():
         figure = Figure(figsize=(10.4, 3.3))

@@ -100,7 +100,7 @@ def train(model: nn.Module, points: Tensor, labels: Tensor) -> float:
 def draw(rows: list[tuple[str, nn.Module, Tensor, Tensor]], path: str) -> None:
     from matplotlib.figure import Figure
 
-    from revode.charts import COLOURS, INK, chart_style
+    from revode_lab.charts import COLOURS, INK, chart_style
 
     with chart_style():
         figure = Figure(figsize=(11.5, 1.95 * len(rows)))

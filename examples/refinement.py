@@ -22,10 +22,10 @@ from torch import nn
 from torch.optim.swa_utils import update_bn
 
 import revode
-from revode import data
 from revode.networks import FAMILIES, StagedClassifier
-from revode.training import configure, load_run, train
-from revode.training.run import Run, choose_split, images_as_seen
+from revode_lab import data
+from revode_lab.training import configure, load_run, train
+from revode_lab.training.run import Run, choose_split, images_as_seen
 
 TRAINED = ({"norm": "batch", "h": 1.0}, {"norm": "batch", "h": 0.3}, {"norm": "none", "h": 0.2})
 

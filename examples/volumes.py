@@ -38,10 +38,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import revode
-from revode.charts import lines, standalone
-from revode.data import data_root
-from revode.files import human_bytes, write_atomically, write_json
+from revode.files import write_atomically
 from revode.networks import StagedClassifier, describe
+from revode_lab.charts import lines, standalone
+from revode_lab.data import data_root
+from revode_lab.files import human_bytes, write_json
 
 CLASSES = ("background", "grey", "white", "other")
 PACKAGE = "nilearn==0.14.1"
@@ -255,7 +256,7 @@ def one_step(intensity: Tensor, labels: Tensor, args: argparse.Namespace) -> Non
 
 def compare(args: argparse.Namespace) -> None:
     """Time of a reversible step over that of a stored one on a cube, in turn; and the share of its convolutions alone."""
-    from revode.bench.measure import clock, seconds_alone
+    from measure import clock, seconds_alone
 
     edge = args.compare
     labels = torch.randint(len(CLASSES), (1, edge, edge, edge))

@@ -22,6 +22,7 @@ class Allocations(TorchDispatchMode):
         super().__init__()
         self.before = storages(before)
         self.made: dict[int, StorageWeakRef] = {}
+        self.sizes: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
@@ -29,8 +30,13 @@ class Allocations(TorchDispatchMode):
             if isinstance(tensor, Tensor):
                 reference = StorageWeakRef(tensor.untyped_storage())
                 self.made[reference.cdata] = reference
+                self.sizes[reference.cdata] = tensor.untyped_storage().nbytes()
         return made
 
     def alive(self) -> set[int]:
         """Those still there."""
         return {key for key, reference in self.made.items() if not reference.expired()} - self.before
+
+    def alive_bytes(self) -> int:
+        """The bytes of those still there."""
+        return sum(self.sizes[key] for key in self.alive())

@@ -14,7 +14,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from warm import WarmProcess
 
-from revode.data.catalogue import LAYOUTS
+from revode_lab.data.catalogue import LAYOUTS
 
 settings.register_profile(
     "revode",

@@ -105,7 +105,7 @@ def test_links_lead_somewhere(page: str) -> None:
 
 MEASURED = re.compile(r"\d (%|ms|s|min|h|MB|GB|kB|images/s)(?!\w)|\d\.\d+e[-+]\d")
 COMMAND = re.compile(
-    r"`[^`]*\b(revode (train|eval|analyze|reproduce|bench|models|data)|make [a-z]|python\S* \S+\.py|pytest \S|test_\w+\.py)"
+    r"`[^`]*\b(revode (train|eval|analyze|reproduce|models|data)|make [a-z]|python\S* \S+\.py|pytest \S|test_\w+\.py)"
     r"|^ *(revode|make|pytest|\.venv/bin/python|python) \S",
     flags=re.MULTILINE,
 )
@@ -135,7 +135,7 @@ def commands(page: str) -> list[str]:
 @pytest.mark.parametrize("page", [page for page in [*PAGES, "CONTRIBUTING.md"] if commands(page)])
 def test_the_commands_of_a_page_are_understood(page: str) -> None:
     """Flags and names exist, scripts and targets are there; what a command does, other tests show."""
-    from revode import cli
+    from revode_lab import cli
 
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
     for command in commands(page):
@@ -206,7 +206,9 @@ def test_the_new_scheme_of_the_docs_trains_like_store() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", sorted([*(ROOT / "examples").rglob("*.py"), *(ROOT / "benchmarks").glob("*.py")]), ids=lambda p: p.name
+    "path",
+    sorted([*ROOT.glob("examples/**/*.py"), *ROOT.glob("benchmarks/*.py"), *ROOT.glob("tests/**/*_script.py")]),
+    ids=lambda p: p.name,
 )
 def test_what_a_script_imports_is_there(path: Path) -> None:
     """Nobody runs all examples and scripts every day, so that a moved module would be noticed late."""

@@ -22,39 +22,36 @@ import pytest
 ROOT = Path(__file__).parents[1]
 TINY = "--max-steps 2 --batch-size 16 --train-fraction 0.1 --validation 0 --threads 1 --options blocks=[1,1],channels=[4,8]"
 
-COMMANDS: list[tuple[str, str, int]] = [
-    ("--version", "", 0),
-    ("models", "", 0),
-    ("models hamiltonian-digits --json", "", 0),
-    ("data get digits", "", 0),
-    ("data check digits", "", 0),
-    ("bench --workload stage-8x8 --batch 1 --repeats 1 --threads 1 --method revode", "", 0),
-    ("bench --workload stage-8x8 --batch 1 --repeats 1 --threads 1 --method revode --out bench", "plot", 0),
-    ("train --print-config", "train", 0),
-    (f"train --out run {TINY}", "train", 0),
-    ("train --out run", "train", 2),
-    ("eval run --json", "train", 0),
-    ("eval hamiltonian-74 --pretrained nothing", "train", 2),
-    ("report run", "train plot", 0),
-    ("export run --onnx", "train export", 0),
-    ("analyze hamiltonian-digits --num-images 1 --options blocks=[1,1],channels=[4,8] --json", "analyze", 0),
-    ("analyze run --num-images 1 --out stability", "train analyze", 0),
-    ("reproduce memory --budget smoke --dry-run", "train analyze", 0),
-    ("reproduce memory --budget smoke --processes 0", "train analyze", 2),
+COMMANDS: list[tuple[str, bool, int]] = [
+    ("--version", False, 0),
+    ("models", False, 0),
+    ("models hamiltonian-digits --json", False, 0),
+    ("data get digits", False, 0),
+    ("data check digits", False, 0),
+    ("train --print-config", True, 0),
+    (f"train --out run {TINY}", True, 0),
+    ("train --out run", True, 2),
+    ("eval run --json", True, 0),
+    ("eval hamiltonian-74 --pretrained nothing", True, 2),
+    ("report run", True, 0),
+    ("export run --onnx", True, 0),
+    ("analyze hamiltonian-digits --num-images 1 --options blocks=[1,1],channels=[4,8] --json", True, 0),
+    ("analyze run --num-images 1 --out stability", True, 0),
+    ("reproduce memory --budget smoke --dry-run", True, 0),
+    ("reproduce memory --budget smoke --processes 0", True, 2),
 ]
-"""Words of a command, the extras that it needs, its exit code where they are there."""
-
-ALL = "train plot analyze export"
+"""Words of a command, whether it needs the extra ``lab``, its exit code where that is installed."""
 
 WALK = """
 import contextlib, io, json, sys, traceback
-import revode.cli
+import revode_lab.cli
+import revode
 found = []
 for words in json.loads(sys.argv[1]):
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            code = revode.cli.main(words.split())
+            code = revode_lab.cli.main(words.split())
         except SystemExit as error:
             code = error.code
         except BaseException:
@@ -161,26 +158,21 @@ def environment(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Enviro
     return Environment(tmp_path_factory.mktemp("fresh"), next(built.glob("*.whl")))
 
 
-@pytest.mark.parametrize(
-    "extras",
-    ["", *(pytest.param(name, marks=pytest.mark.slow) for name in ("train", "plot", "analyze", "export", ALL))],
-)
+@pytest.mark.parametrize("extra", ["", pytest.param("lab", marks=pytest.mark.slow)])
 def test_no_command_ends_in_a_traceback_whatever_is_installed(
-    extras: str, environment: Environment, tmp_path: Path
+    extra: str, environment: Environment, tmp_path: Path
 ) -> None:
     commands = [words for words, _, _ in COMMANDS]
-    done = environment.run([str(environment.python), "-c", WALK, json.dumps(commands)], tmp_path, extras)
+    done = environment.run([str(environment.python), "-c", WALK, json.dumps(commands)], tmp_path, extra)
     assert done.returncode == 0, done.stderr
     place, found = json.loads(done.stdout.splitlines()[-1])
     assert Path(place).is_relative_to(environment.home), "revode was not imported from the wheel"
-    installed = {"analyze": {"analyze", "plot", "train"}}  # its packages are among those of this extra, or torch's own
-    there = set().union(*(installed.get(name, {name}) for name in extras.split()))
-    for (words, needed, expected), (code, out, err) in zip(COMMANDS, found, strict=True):
-        if set(needed.split()) <= there:
+    for (words, needs_lab, expected), (code, out, err) in zip(COMMANDS, found, strict=True):
+        if extra or not needs_lab:
             assert code == expected, (words, code, out, err)
         else:
             assert code == 2, (words, code, out, err)
-            assert re.search(r"not installed: .*; run: pip install 'revode\[", err), (words, err)
+            assert re.search(r"not installed: .*; run: pip install 'revode\[lab\]'", err), (words, err)
         assert "Traceback" not in out + err, (words, out, err)
 
 
@@ -205,9 +197,23 @@ def test_the_tests_of_the_source_archive_run(built: Path, tmp_path: Path) -> Non
     with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
         archive.extractall(tmp_path, filter="data")
     tree = next(tmp_path.iterdir())
-    for name in ("Makefile", "constraints.txt", "README.md", "docs/engine.md", "tests/frozen/behaviour.json"):
+    for name in (
+        "Makefile",
+        "constraints.txt",
+        "README.md",
+        "docs/engine.md",
+        "tests/revode_lab/frozen/behaviour.json",
+    ):
         assert (tree / name).is_file(), name
-    words = [sys.executable, "-m", "pytest", "-p", "no:xdist", "tests/test_schemes.py", "tests/test_help.py"]
+    words = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:xdist",
+        "tests/revode/test_schemes.py",
+        "tests/revode_lab/test_help.py",
+    ]
     words += ["-k", "repr or help"]
     paths = {"PYTHONPATH": str(tree / "src"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(words, cwd=tree, env={**os.environ, **paths}, capture_output=True, text=True, timeout=280)

@@ -10,13 +10,19 @@ import tempfile
 from multiprocessing.connection import Connection
 from typing import Any, TextIO
 
-COMMAND = [sys.executable, "-m", "revode.cli"]
-PRELOADED = ["revode.bench.fresh", "revode.cli", "revode.training.loop", "torch._dynamo", "torch.distributed.fsdp"]
-"""With what `revode.bench` needs: a process of tests has one server to fork from, and its first user starts it."""
+COMMAND = [sys.executable, "-m", "revode_lab.cli"]
+PRELOADED = [
+    "revode_lab.fresh",
+    "revode_lab.cli",
+    "revode_lab.training.loop",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+]
+"""With what `in_fresh_process` needs: a process of tests has one server to fork from, and its first user starts it."""
 
 
 class WarmProcess:
-    """As much of ``subprocess.Popen`` as tests ask of a ``python -m revode.cli``; `communicate` gives all of its output.
+    """As much of ``subprocess.Popen`` as tests ask of a ``python -m revode_lab.cli``; `communicate` gives all of its output.
 
     The interpreter neither starts nor ends as it does elsewhere. What could happen there needs a real one.
     """
@@ -76,6 +82,6 @@ def _run(words: list[str], environment: dict[str, str], folder: str, streams: li
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
-    from revode.cli import main
+    from revode_lab.cli import main
 
     sys.exit(main(words))

@@ -13,8 +13,13 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from revode.conversion import convert as convert
     from revode.conversion import revert as revert
+    from revode.engine import BranchError as BranchError
+    from revode.engine import DriftWarning as DriftWarning
+    from revode.engine import OutOfRange as OutOfRange
     from revode.engine import ReversalError as ReversalError
     from revode.engine import ReversibleSequence as ReversibleSequence
+    from revode.engine import Strategy as Strategy
+    from revode.engine import Walk as Walk
     from revode.engine import check as check
     from revode.fields import AntisymmetricField as AntisymmetricField
     from revode.fields import OneLayerField as OneLayerField
@@ -39,9 +44,14 @@ if TYPE_CHECKING:
 _HOMES = {
     "convert": "revode.conversion",
     "revert": "revode.conversion",
+    "BranchError": "revode.engine",
+    "DriftWarning": "revode.engine",
+    "OutOfRange": "revode.engine",
     "ReversalError": "revode.engine",
     "ReversibleSequence": "revode.engine",
     "check": "revode.engine",
+    "Strategy": "revode.engine",
+    "Walk": "revode.engine",
     "AntisymmetricField": "revode.fields",
     "OneLayerField": "revode.fields",
     "SymmetricField": "revode.fields",
@@ -63,7 +73,8 @@ _HOMES = {
     "Verlet": "revode.schemes",
 }
 
-_ROOMS = ("data", "networks", "regularizers", "stability", "training")
+_MODULES = ("engine", "errors", "fields", "files", "memory", "networks", "operators", "regularizers", "schemes")
+"""Public modules: their names without an underscore are public, too."""
 
 __all__ = ["__version__", *_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]
 
@@ -73,10 +84,10 @@ def __getattr__(name: str) -> object:
         value = getattr(importlib.import_module(_HOMES[name]), name)
         globals()[name] = value
         return value
-    if name in _ROOMS:
+    if name in _MODULES:
         return importlib.import_module(f"revode.{name}")
     raise AttributeError(f"module 'revode' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES, *_ROOMS})
+    return sorted({*globals(), *_HOMES, *_MODULES})

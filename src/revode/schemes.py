@@ -12,6 +12,8 @@ tensor that holds one for each sample.
 from __future__ import annotations
 
 import abc
+import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -24,6 +26,8 @@ Factor = Any
 """A coefficient: a number, or a tensor with one for each sample."""
 Rounding = Callable[[Tensor, float], Tensor]
 """(u, gain) -> gain * u, rounded."""
+MOST_SHIFT = 6
+"""The largest n for which a scheme that carries p / 2^n on can be reversed exactly."""
 State = tuple[Tensor, Tensor]
 OpenState = tuple[Tensor | None, Tensor]
 """A pair whose first member may still be missing: a one-tensor scheme before its start."""
@@ -46,6 +50,17 @@ def plus(x: Tensor, y: Tensor, factor: Factor, out: Tensor | None = None) -> Ten
     return torch.add(x, y, alpha=factor, out=out)
 
 
+@functools.cache
+def shift_of(carry: float) -> int | None:
+    """Return n where |carry| = 2^-n, or None where there is none.
+
+    >>> shift_of(1.0), shift_of(-0.25), shift_of(0.9)
+    (0, 2, None)
+    """
+    mantissa, exponent = math.frexp(abs(carry))
+    return 1 - exponent if mantissa == 0.5 and 0 <= 1 - exponent <= MOST_SHIFT else None
+
+
 @dataclass(frozen=True, eq=False)
 class Coupling:
     """The coefficients of q' = carry * p + keep * q + gain * F(q)."""
@@ -53,11 +68,12 @@ class Coupling:
     carry: Factor
     keep: Factor
     gain: Factor
+    shift: int = 0
+    """n where |carry| = 2^-n for every sample, if carry is a tensor; a number tells by itself."""
 
-    @property
-    def carries_whole(self) -> bool:
-        """Whether the old state is carried as it is, with either sign, or not at all."""
-        return isinstance(self.carry, float) and abs(self.carry) in (0.0, 1.0)
+    def __post_init__(self) -> None:
+        if isinstance(self.carry, float):
+            object.__setattr__(self, "shift", shift_of(self.carry) or 0)
 
     @property
     def is_plain(self) -> bool:
@@ -149,9 +165,14 @@ class Scheme(abc.ABC):
         return self.splits and self.start != "duplicate"
 
     @property
+    def shift(self) -> int | None:
+        """n where s is 2^-n or its negative, so that ``exact`` applies and keeps n bits of each element; None for other s."""
+        return shift_of(self.carry)
+
+    @property
     def invertible_exactly(self) -> bool:
-        """Whether ``exact`` applies: |s| = 1, or |s| = 1/2, where one bit of each element is kept beside."""
-        return abs(self.carry) in (1.0, 0.5)
+        """Whether ``exact`` applies."""
+        return self.shift is not None
 
     @property
     def invertible(self) -> bool:
@@ -166,15 +187,16 @@ class Scheme(abc.ABC):
     def coupling(self, index: int) -> Coupling:
         """The coefficients for the field at `index`."""
 
-    def couplings(self, number: int, q: Tensor, started: bool) -> list[Coupling]:
-        """The coefficients of one call.
+    def couplings(self, number: int, q: Tensor, started: bool, first: int = 0) -> list[Coupling]:
+        """Return the coefficients of one call.
 
         Args:
-            number: how many fields.
+            number: how many branches.
             q: the state at entry; its first dimension counts the samples.
             started: whether the call begins with a pair.
+            first: the index of the first branch.
         """
-        couplings = [self.coupling(index) for index in range(number)]
+        couplings = [self.coupling(first + index) for index in range(number)]
         return couplings if started else [self.starting(), *couplings[1:]]
 
     def starting(self) -> Coupling:
@@ -305,7 +327,8 @@ class MidPoint(Scheme):
 
     Args:
         h: step size, positive.
-        blend: a in [-1, 1]. ``exact`` works for 1 and -1, and for 1/2 and -1/2 with a bit kept of each element and step.
+        blend: a in [-1, 1]. ``exact`` works for ±1, and for ±2^-n with n up to 6, where n bits of each element and step are
+            kept (in 1, 2, 4, 4, 8 and 8 bits).
         start: one of ``starts``.
         damping: as for every scheme; it multiplies a Y-.
     """
@@ -340,21 +363,37 @@ class MidPoint(Scheme):
 
 
 class BDIA(MidPoint):
-    """Y+ = a Y- + (1 - a) Y + (1 + a) h F(Y) with a = ±1/2, drawn for each sample and step: Zhang et al. (ICML 2025).
+    """Y+ = a Y- + (1 - a) Y + (1 + a) h F(Y) with a = ±blend, drawn for each sample and step: Zhang et al. (ICML 2025).
 
     The mean over draws is the plain residual network Y + h F(Y). In eval mode that one runs, bit for bit: a plain network is
-    trained reversibly, and stays one. ``coupling`` gives the draw a = 1/2. Draws come from torch's stream of the device.
+    trained reversibly, and stays one. ``coupling`` gives the draw a = blend. Draws come from torch's RNG of the device. A draw
+    adds a times the difference of two neighbouring steps, so a small blend makes little noise and keeps more bits.
 
     Args:
         h: step size; 1 for a plain residual network.
+        blend: the magnitude of a, in (0, 1].
+        batch_dim: the dimension that counts the samples.
         damping: as for every scheme.
     """
 
     starts = ("euler",)
     draws = True
 
-    def __init__(self, h: float = 1.0, *, start: str | None = None, damping: float = 0.0) -> None:
-        super().__init__(h, blend=0.5, start=start, damping=damping)
+    def __init__(
+        self,
+        h: float = 1.0,
+        *,
+        blend: float = 0.5,
+        batch_dim: int = 0,
+        start: str | None = None,
+        damping: float = 0.0,
+    ) -> None:
+        super().__init__(h, blend=blend, start=start, damping=damping)
+        if self.blend <= 0.0:
+            raise ValueError(f"blend of BDIA must lie in (0, 1], got {blend!r}")
+        if not isinstance(batch_dim, int) or isinstance(batch_dim, bool):
+            raise ValueError(f"batch_dim must be an integer, got {batch_dim!r}")
+        self.batch_dim = batch_dim
 
     @property
     def order(self) -> int | None:
@@ -363,17 +402,23 @@ class BDIA(MidPoint):
     def in_eval(self) -> Scheme:
         return MidPoint(self.h, blend=0.0)
 
-    def couplings(self, number: int, q: Tensor, started: bool) -> list[Coupling]:
-        shape = (q.shape[0], *[1] * (q.dim() - 1))
+    def couplings(self, number: int, q: Tensor, started: bool, first: int = 0) -> list[Coupling]:
+        if not -q.dim() <= self.batch_dim < q.dim():
+            raise ValueError(f"batch_dim={self.batch_dim} is out of range for a state of shape {tuple(q.shape)}")
+        shape = [1] * q.dim()
+        shape[self.batch_dim] = q.shape[self.batch_dim]
         couplings = []
         for _ in range(number):
-            a = torch.randint(2, shape, device=q.device).to(q.dtype) - 0.5
-            couplings.append(Coupling(a * (1.0 - self.damping), 1.0 - a, (1.0 + a) * self.h))
+            a = (2.0 * self.blend) * (torch.randint(2, shape, device=q.device).to(q.dtype) - 0.5)
+            couplings.append(Coupling(a * (1.0 - self.damping), 1.0 - a, (1.0 + a) * self.h, self.shift or 0))
         return couplings if started else [self.starting(), *couplings[1:]]
 
     def __repr__(self) -> str:
-        damping = f", damping={self.damping:g}" if self.damping else ""
-        return f"BDIA(h={self.h:g}{damping})"
+        parts = [f"h={self.h:g}"]
+        parts += [f"blend={self.blend:g}"] if self.blend != 0.5 else []
+        parts += [f"batch_dim={self.batch_dim}"] if self.batch_dim else []
+        parts += [f"damping={self.damping:g}"] if self.damping else []
+        return f"BDIA({', '.join(parts)})"
 
 
 class Leapfrog(Scheme):

@@ -5,6 +5,11 @@ from __future__ import annotations
 from revode.engine.arrival import DriftWarning as DriftWarning
 from revode.engine.arrival import ReversalError as ReversalError
 from revode.engine.arrival import check as check
-from revode.engine.sequence import STRATEGIES as STRATEGIES
+from revode.engine.branch import BranchError as BranchError
+from revode.engine.grid import DEFAULT_BITS as DEFAULT_BITS
+from revode.engine.grid import OutOfRange as OutOfRange
 from revode.engine.sequence import ReversibleSequence as ReversibleSequence
 from revode.engine.sequence import states_kept as states_kept
+from revode.engine.strategy import STRATEGIES as STRATEGIES
+from revode.engine.strategy import Strategy as Strategy
+from revode.engine.walk import Walk as Walk

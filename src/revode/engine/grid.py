@@ -2,8 +2,10 @@
 
 On multiples of 2^-k, additions and subtractions of floating-point numbers with t mantissa bits are exact while the result
 stays below 2^(t-k) in magnitude. So if a state lives on the grid and every increment is rounded to it before it is added,
-q' = ±p + φ and p = ±(q' - φ) are exact inverses, bit for bit, at any depth. Half of a grid point is m of p = 2 m + b: m is
-carried on, and the bit b is kept.
+q' = ±p + φ and p = ±(q' - φ) are exact inverses, bit for bit, at any depth.
+
+A scheme that carries p / 2^n on has p = 2^n m + r: the grid point m nearest to p / 2^n is carried on, and the remainder r is
+kept, in n bits of each element.
 """
 
 from __future__ import annotations
@@ -45,22 +47,22 @@ class _RoundToGrid(torch.autograd.Function):
         return g if ctx.gain == 1.0 else g * ctx.gain, None, None
 
 
-class _HalveOnGrid(torch.autograd.Function):
-    """The largest grid point that is at most x / 2, with the gradient of x / 2."""
+class _ShrinkOnGrid(torch.autograd.Function):
+    """The grid point nearest to x / 2^n, with the gradient of x / 2^n."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, scale: float) -> Tensor:
-        return torch.mul(x, 0.5 * scale).floor_().mul_(1.0 / scale)
+    def forward(x: Tensor, scale: float, offset: float, factor: float) -> Tensor:
+        return torch.mul(x, scale).add_(offset).mul_(factor).floor_().mul_(1.0 / scale)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
+        ctx.factor = inputs[3]
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        return grad_outputs[0] * 0.5, None
+        return grad_outputs[0] * ctx.factor, None, None, None
 
 
 class _GradientInStrides(torch.autograd.Function):
@@ -93,14 +95,35 @@ def with_strides(x: Tensor, strides: tuple[int, ...]) -> Tensor:
     return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
 
 
-def _magnitude(x: Tensor) -> Tensor:
+def magnitude(x: Tensor) -> Tensor:
     """The largest magnitude in x, or NaN. (In one row, minima and maxima are 25 times faster than a norm.)"""
     least, most = torch.aminmax(elements(x))
     return torch.maximum(-least, most)
 
 
-def _shifts(device: torch.device) -> Tensor:
-    return torch.arange(8, device=device, dtype=torch.uint8)
+def bits_kept(shift: int) -> int:
+    """Return the bits that are kept of each element where p / 2^shift is carried on: what fits a byte evenly.
+
+    >>> [bits_kept(n) for n in (0, 1, 2, 3, 4, 5, 6)]
+    [0, 1, 2, 4, 4, 8, 8]
+    """
+    return 0 if shift == 0 else 1 << (shift - 1).bit_length()
+
+
+def bytes_kept(shift: int, num_elements: int) -> int:
+    """Return the bytes that are kept of a state of so many elements where p / 2^shift is carried on."""
+    return -(-num_elements * bits_kept(shift) // 8)
+
+
+def _places(shift: int, device: torch.device) -> Tensor:
+    """Return how far each of the remainders that share a byte is moved in it."""
+    width = bits_kept(shift)
+    return torch.arange(0, 8, width, device=device, dtype=torch.uint8)
+
+
+def _offset(shift: int, up: bool) -> float:
+    """Return what is added before rounding down, so that the nearest grid point is found; a tie goes up or down."""
+    return 2.0 ** (shift - 1) - (not up)
 
 
 class Grid:
@@ -130,21 +153,35 @@ class Grid:
         """``round``, written over x; without a gradient."""
         return x.mul_(gain * 2.0**self.bits).round_().mul_(2.0**-self.bits)
 
-    def halve(self, x: Tensor) -> Tensor:
-        """m of x = 2 m + b, where b is 0 or one step of the grid; the gradient is that of x / 2."""
-        return _HalveOnGrid.apply(x, 2.0**self.bits)  # type: ignore[return-value]
+    def shrink(self, x: Tensor, shift: int, up: bool) -> Tensor:
+        """Return m of x = 2^shift m + r, the grid point nearest to x / 2^shift; the gradient is that of x / 2^shift.
 
-    def parity(self, x: Tensor) -> Tensor:
-        """The bits b of x = 2 m + b, eight to a byte."""
-        steps = torch.mul(x.detach().reshape(-1), 2.0**self.bits)
-        odd = (steps - 2.0 * torch.floor(0.5 * steps)).to(torch.uint8)
-        odd = torch.nn.functional.pad(odd, (0, -odd.numel() % 8)).view(-1, 8)
-        return (odd << _shifts(x.device)).sum(1, dtype=torch.uint8)
+        Args:
+            x: a state on the grid.
+            shift: n of the factor 2^-n.
+            up: whether to round a tie up. Walks alternate, so that ties do not add up to a drift.
+        """
+        return _ShrinkOnGrid.apply(x, 2.0**self.bits, _offset(shift, up), 2.0**-shift)  # type: ignore[return-value]
 
-    def double(self, m: Tensor, parity: Tensor) -> Tensor:
-        """2 m + b: what ``halve`` and ``parity`` were made from."""
-        odd = ((parity[:, None] >> _shifts(m.device)) & 1).view(-1)[: m.numel()].view(m.shape)
-        return torch.add(2.0 * m, odd.to(m.dtype), alpha=2.0**-self.bits)
+    def remainder(self, x: Tensor, shift: int, up: bool) -> Tensor:
+        """Return the remainders r of x = 2^shift m + r, packed into bytes."""
+        steps = torch.mul(x.detach().reshape(-1), 2.0**self.bits).add_(_offset(shift, up))
+        whole = torch.mul(steps, 2.0**-shift).floor_()
+        digits = torch.sub(steps, whole, alpha=2.0**shift, out=steps).to(torch.uint8)
+        places = _places(shift, x.device)
+        if len(places) == 1:
+            return digits
+        digits = torch.nn.functional.pad(digits, (0, -digits.numel() % len(places))).view(-1, len(places))
+        if len(places) == 2:
+            return digits[:, 0] | (digits[:, 1] << 4)
+        return (digits << places).sum(1, dtype=torch.uint8)
+
+    def grow(self, m: Tensor, packed: Tensor, shift: int, up: bool) -> Tensor:
+        """Return 2^shift m + r: what ``shrink`` and ``remainder`` were made from."""
+        places, mask = _places(shift, m.device), (1 << bits_kept(shift)) - 1
+        digits = packed if len(places) == 1 else ((packed[:, None] >> places) & mask).view(-1)
+        digits = digits[: m.numel()].to(m.dtype).sub_(_offset(shift, up)).view(m.shape)
+        return torch.add(2.0**shift * m, digits, alpha=2.0**-self.bits)
 
     def check_on_grid(self, state: Tensor, where: str) -> None:
         """``check``, and that every value is a grid point."""
@@ -184,7 +221,7 @@ class RangeFlags:
             text = f"revode: exact state out of range {self._limit:g} or NaN {where}"
             torch.ops.aten._assert_async.msg(state.detach().abs().amax() < self._limit, text)
             return
-        self.note_magnitude(_magnitude(state), state.dtype, where)
+        self.note_magnitude(magnitude(state), state.dtype, where)
 
     def note_magnitude(self, magnitude: Tensor, dtype: torch.dtype, where: str) -> None:
         """Remember the largest magnitude in a state of `dtype` at this place."""

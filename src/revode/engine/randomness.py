@@ -199,6 +199,10 @@ class Streams:
         self.of_torch = functools.cache(torch_streams)
         self.of_all = functools.cache(global_streams)
 
+    def forget(self) -> None:
+        """Read every RNG state anew from now on."""
+        self._last.clear()
+
     def before(self, streams: list[Stream]) -> None:
         """A branch that may draw from `streams` is about to run."""
         if Streams._walking is not self._walk:  # another walk, perhaps in another thread, has run in between

@@ -1,25 +1,25 @@
 """Evaluating a branch a second time so that it computes what it computed the first time, and nothing else moves.
 
 Around a branch these can differ between forward and backward: the autocast state, the random numbers it draws, the buffers
-it updates, whether it is in training mode, which kernels torch is told to use. `Replay` records them in forward and puts them
+it updates, whether it is in training mode, which kernels torch is told to use. A `Record` keeps them in forward and puts them
 back for the recomputation, in which running statistics stay where they are.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 
-from revode.engine.contents import Contents, Slot, collects_statistics, evaluating
+from revode.engine.inspection import Contents, Slot, evaluating
 from revode.engine.randomness import (
     Draws,
     Stream,
@@ -29,8 +29,10 @@ from revode.engine.randomness import (
     held_streams,
     undo,
 )
-from revode.engine.tracing import RefuseRandom, compilation_is_possible, holds_compiled
+from revode.engine.tracing import compilation_is_possible, holds_compiled
 
+Call = Callable[[Tensor, dict[str, Any]], Any]
+"""How to evaluate a branch: (q, kwargs) -> u."""
 SMALL = 4096
 """Elements of a buffer that is copied before every call; a larger one only if calls are known to change it."""
 
@@ -51,8 +53,12 @@ class Autocast:
         """What convolutions of q compute in."""
         return self.dtype if self.enabled and q.dtype != torch.float64 else q.dtype
 
+    def differs(self) -> bool:
+        """Return whether autocast has to be entered or left for a recomputation here and now."""
+        return self.enabled or (self.available and torch.is_autocast_enabled(self.device_type))
+
     def restore(self) -> contextlib.AbstractContextManager[Any]:
-        if not self.enabled and not (self.available and torch.is_autocast_enabled(self.device_type)):
+        if not self.differs():
             return contextlib.nullcontext()
         return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=False)
 
@@ -94,6 +100,14 @@ class Kernels:
     def _set(self, flags: list[bool]) -> None:
         for (_, write), flag in zip(_KERNEL_FLAGS, flags, strict=True):
             write(flag)
+
+
+_replaying = threading.local()
+
+
+def is_replaying() -> bool:
+    """Return whether this thread is recomputing a branch."""
+    return getattr(_replaying, "depth", 0) > 0
 
 
 def version_of(tensor: Tensor) -> int | None:
@@ -163,7 +177,7 @@ def _idle_statistics(contents: Contents) -> list[tuple[Slot, Tensor | None]]:
     They do not use them, so nothing will do; but a module that we do not know might look at them, and SyncBatchNorm does.
     """
     collecting = [(module, slots) for module, slots in contents.statistics if module.training]
-    slots = [slot for _, slots in collecting for slot in slots]
+    slots = [slot for _, slots in collecting for slot in slots if slot.tensor is not None]
     if contents.is_known and not any(isinstance(module, nn.SyncBatchNorm) for module, _ in collecting):
         return [(slot, None) for slot in slots]
     copies = _copies({slot.name: slot.tensor for slot in slots})
@@ -179,34 +193,14 @@ def _copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: copies[id(tensor)] for name, tensor in tensors.items()}
 
 
-def call_traced(
-    branch: nn.Module, q: Tensor, kwargs: dict[str, Any], parameters: dict[str, Tensor] | None = None
-) -> Any:
-    """branch(q) while torch.compile is tracing, on these parameters and on copies of the batch statistics it collects."""
-    lent = dict(parameters or {})
-    for prefix, module in branch.named_modules():
-        if module.training and collects_statistics(module):
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    lent[f"{prefix}.{name}" if prefix else name] = buffer.clone()
-    return functional_call(branch, lent, (q,), kwargs) if lent else branch(q, **kwargs)
-
-
-def call_traced_without_noise(branch: nn.Module, q: Tensor, kwargs: dict[str, Any]) -> Any:
-    """The same, refused if the branch draws random numbers."""
-    with RefuseRandom():
-        return call_traced(branch, q, kwargs)
-
-
 def call_to_invert(contents: Contents, q: Tensor, kwargs: dict[str, Any], streams: Streams) -> Any:
-    """branch(q) as forward computed it, leaving no trace; refused if it draws random numbers, which were not kept."""
-    branch = contents.modules[0]
+    """Return branch(q) as forward computed it, and change nothing; raise if it draws random numbers, which were not kept."""
     with evaluating:
         watched = _streams_to_watch(contents, q.device, kwargs, streams)
         streams.before(watched)
         copies = _copies({slot.name: slot.tensor for slot in contents.buffers})
         with _lent([*_idle_statistics(contents), *((slot, copies[slot.name]) for slot in contents.buffers)]):
-            u = branch(q, **kwargs)
+            u = contents.branch(q, **kwargs)
         draws = streams.after(watched)
     if draws:
         undo(draws)
@@ -234,79 +228,68 @@ def _streams_to_watch(
     return [*streams.of_all(device), *contents.generators, *given]
 
 
-def _call(branch: nn.Module, q: Tensor, kwargs: dict[str, Any]) -> Any:
-    return branch(q, **kwargs)
-
-
-def _call_as_recomputed(contents: Contents, q: Tensor, kwargs: dict[str, Any], to_the_bit: bool) -> Any:
-    """branch(q) in forward, by the very code that the recomputation will run.
+def _call_as_recomputed(contents: Contents, q: Tensor, kwargs: dict[str, Any], call: Call, to_the_bit: bool) -> Any:
+    """Return branch(q) in forward, by the very code that the recomputation will run.
 
     Some code is another with gradients than without; such a branch tracks them if its bits must be equal, and always where the
     code is known to differ. What was compiled on its own draws other random numbers in the two cases.
     """
-    branch = contents.modules[0]
-    compiled = compilation_is_possible() and holds_compiled(branch)
+    compiled = compilation_is_possible() and holds_compiled(contents.branch)
     if not (compiled or contents.minds_gradients or (to_the_bit and not contents.is_known)):
-        return _call(branch, q, kwargs)
-    # This graph goes with the call; hooks of the user, who may offload or count what is kept, have no business with it.
-    # Detached, since a node that keeps its own output keeps itself.
-    unseen = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
-    with torch.enable_grad(), contextlib.nullcontext() if compiled else unseen:
-        u = _call(branch, torch.ops.aten.alias(q.detach().requires_grad_()), kwargs)
+        return call(q, kwargs)
+    # Hide this temporary graph from the user's saved-tensor hooks. Detached: a node that keeps its own output keeps itself.
+    hidden = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
+    with torch.enable_grad(), contextlib.nullcontext() if compiled else hidden:
+        u = call(torch.ops.aten.alias(q.detach().requires_grad_()), kwargs)
     return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach(), u)
 
 
-@dataclass(slots=True)
-class _Record:
-    """What one branch met in forward."""
-
-    draws: Draws
-    modes: list[bool]
-    changed: dict[str, Tensor]
-    """Buffers that the branch itself updates and may depend on, as they were before."""
-    unchanged: list[tuple[Slot, Tensor, int | None]]
-    """The other buffers it may depend on, with their versions."""
-
-
-class Replay:
-    """The record of one forward pass through some branches.
+class Record:
+    """What one branch met in forward, and its replay.
 
     Args:
-        device: where the state lives.
-        to_the_bit: whether every branch must give the bits that its recomputation will give.
-        streams: the random streams along this walk.
+        contents: what the branch holds.
+        autocast: the autocast state of the call.
+        streams: the RNG states along this walk.
+        to_the_bit: whether the branch must give the bits that its recomputation will give.
     """
 
-    def __init__(self, device: torch.device, to_the_bit: bool, streams: Streams) -> None:
-        self.device = device
-        self.to_the_bit = to_the_bit
-        self.streams = streams
-        self.autocast = Autocast(device.type)
-        self.kernels = Kernels()
-        self._records: dict[int, _Record] = {}
+    __slots__ = ("autocast", "changed", "contents", "draws", "modes", "streams", "to_the_bit", "unchanged")
 
-    def first(self, index: int, contents: Contents, q: Tensor, kwargs: dict[str, Any]) -> Any:
-        """branch(q) in forward, with what it drew and changed written down."""
+    def __init__(self, contents: Contents, autocast: Autocast, streams: Streams, to_the_bit: bool) -> None:
+        self.contents = contents
+        self.autocast = autocast
+        self.streams = streams
+        self.to_the_bit = to_the_bit
+        # Until `first` runs: a field that knew its VJP in forward. It draws nothing, and its batch norms were in training.
+        self.draws: Draws = []
+        self.modes = [True] * len(contents.modules)
+        self.changed: dict[str, Tensor] = {}
+        """Buffers that the branch itself updates and may depend on, as they were before."""
+        self.unchanged: list[tuple[Slot, Tensor, int | None]] = []
+        """The other buffers it may depend on, with their versions."""
+
+    def first(self, q: Tensor, kwargs: dict[str, Any], call: Call) -> Any:
+        """Return branch(q) = call(q, kwargs) in forward; record its RNG states and the buffers it changed."""
+        contents, streams = self.contents, self.streams
         with evaluating, self.autocast.restore(), _parametrized_anew():
-            watched = _streams_to_watch(contents, self.device, kwargs, self.streams)
-            self.streams.before(watched)
+            watched = _streams_to_watch(contents, q.device, kwargs, streams)
+            streams.before(watched)
             held = [(slot, slot.tensor, version_of(slot.tensor)) for slot in contents.buffers_to_read()]
             copies = _copies({slot.name: slot.tensor for slot in contents.buffers if _is_copied(contents, slot)})
-            u = _call_as_recomputed(contents, q, kwargs, self.to_the_bit)
-            draws = self.streams.after(watched) if watched else []
-            unchanged = [entry for entry in held if _rests(*entry, copies)]
-            changed = self._changed(contents, copies, held, unchanged)
-        self._records[index] = _Record(draws, contents.modes(), changed, unchanged)
+            u = _call_as_recomputed(contents, q, kwargs, call, self.to_the_bit)
+            self.draws = streams.after(watched) if watched else []
+            self.unchanged = [entry for entry in held if _rests(*entry, copies)]
+            self.changed = self._changed(copies, held)
+            self.modes = contents.modes()
         return u
 
-    def _changed(
-        self, contents: Contents, copies: dict[str, Tensor], held: Sequence[Any], unchanged: Sequence[Any]
-    ) -> dict[str, Tensor]:
-        """The buffers that the call has changed, as they were before; learns which of the large ones those are."""
-        resting = {slot.name for slot, _, _ in unchanged}
+    def _changed(self, copies: dict[str, Tensor], held: Sequence[Any]) -> dict[str, Tensor]:
+        """Return the buffers that the call has changed, as they were before; learn which of the large ones those are."""
+        resting = {slot.name for slot, _, _ in self.unchanged}
         names = {slot.name for slot, _, _ in held} - resting
         unknown = names - copies.keys()
-        contents.changing = (contents.changing or set()) | names
+        self.contents.changing = (self.contents.changing or set()) | names
         if unknown:
             raise RuntimeError(
                 f"it changed its buffer {sorted(unknown)[0]!r} for the first time after calls that did not, and no copy was "
@@ -314,58 +297,51 @@ class Replay:
             )
         return {name: copies[name] for name in names}
 
-    def again(
-        self,
-        index: int,
-        contents: Contents,
-        q: Tensor,
-        kwargs: dict[str, Any],
-        lent: dict[str, Tensor] | None,
-    ) -> Any:
-        """branch(q) as it was, tracking gradients as the caller does; nothing outside moves.
+    def again(self, q: Tensor, kwargs: dict[str, Any], call: Call, lent: dict[str, Tensor] | None) -> Any:
+        """Return branch(q) as it was, tracking gradients as the caller does; nothing outside moves.
 
         Args:
-            index: the branch.
-            contents: what it holds.
             q: the state.
             kwargs: its keyword arguments.
+            call: how to call the branch: (q, kwargs) -> u.
             lent: tensors to use in place of its own parameters; None if its own will do.
         """
-        branch = contents.modules[0]
-        record = self._records.get(index)
-        if record is None:
-            # A field that knew its product in forward: it draws nothing, and its batch norms were in training.
-            record = _Record([], [True] * len(contents.modules), {}, [])
+        contents = self.contents
         with evaluating, contextlib.ExitStack() as restored:
-            if self.autocast.enabled or (self.autocast.available and torch.is_autocast_enabled(self.device.type)):
+            if self.autocast.differs():
                 restored.enter_context(self.autocast.restore())
             if parametrize._cache_enabled:
                 restored.enter_context(_parametrized_anew())
-            if contents.modes() != record.modes:
-                restored.enter_context(_training_modes(contents, record.modes))
-            tensors = self._tensors_to_lend(contents, record)
+            if contents.modes() != self.modes:
+                restored.enter_context(_training_modes(contents, self.modes))
+            tensors = self._tensors_to_lend()
             if tensors:
                 restored.enter_context(_lent(tensors))
-            if record.draws:
-                restored.enter_context(drawn_again(record.draws))
-            return _recall(branch, q, kwargs, lent)
+            if self.draws:
+                restored.enter_context(drawn_again(self.draws))
+            _replaying.depth = getattr(_replaying, "depth", 0) + 1
+            restored.callback(lambda: setattr(_replaying, "depth", _replaying.depth - 1))
+            return _recall(contents.branch, call, q, kwargs, lent)
 
-    def _tensors_to_lend(self, contents: Contents, record: _Record) -> list[tuple[Slot, Tensor | None]]:
-        """What has to stand in the place of buffers, for a branch to see what it saw in forward."""
+    def _tensors_to_lend(self) -> list[tuple[Slot, Tensor | None]]:
+        """Return what has to stand in the place of buffers, for a branch to see what it saw in forward."""
         tensors: list[tuple[Slot, Tensor | None]] = []
-        for slot, buffer, version in record.unchanged:
+        for slot, buffer, version in self.unchanged:
             if version_of(buffer) != version:
                 raise RuntimeError(f"its buffer {slot.name!r} was modified in place between forward and backward")
             if slot.tensor is not buffer:
                 tensors.append((slot, buffer))
-        if record.changed:
-            copies = _copies(record.changed)
-            tensors += [(slot, copies[slot.name]) for slot in contents.buffers if slot.name in copies]
-        return tensors + _idle_statistics(contents) if contents.statistics else tensors
+        if self.changed:
+            copies = _copies(self.changed)
+            tensors += [(slot, copies[slot.name]) for slot in self.contents.buffers if slot.name in copies]
+        return tensors + _idle_statistics(self.contents)
 
 
-def _recall(branch: nn.Module, q: Tensor, kwargs: dict[str, Any], lent: dict[str, Tensor] | None) -> Any:
-    return branch(q, **kwargs) if lent is None else functional_call(branch, lent, (q,), kwargs)
+def _recall(branch: nn.Module, call: Call, q: Tensor, kwargs: dict[str, Any], lent: dict[str, Tensor] | None) -> Any:
+    if lent is None:
+        return call(q, kwargs)
+    with _reparametrize_module(branch, lent, tie_weights=True):
+        return call(q, kwargs)
 
 
 def _rests(slot: Slot, buffer: Tensor, version: int | None, copies: dict[str, Tensor]) -> bool:

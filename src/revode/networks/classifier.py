@@ -150,7 +150,8 @@ class StagedClassifier(nn.Module):
                 )
             self._shares[kind] = share(budget, self.measure(tuple(x.shape[1:]), len(x)), len(x))
         for (_, sequence, _), part in zip(self.sequences(), self._shares[kind], strict=True):
-            sequence.memory_budget = part
+            if sequence.backprop == "reversible":  # not a twin that stores
+                sequence.strategy = sequence.strategy.replace(memory_budget=max(1, part))
 
     @property
     def num_layers(self) -> int:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from revode.engine import STRATEGIES
+from revode.errors import unknown
 from revode.fields import ACTIVATIONS
-from revode.files import unknown
 from revode.networks.families import FAMILIES, TRANSITIONS, Family, Transition
 
 REVERSIBLE = ("exact", "verify", "anchor_every", "memory_budget", "damping")

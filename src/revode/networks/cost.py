@@ -22,7 +22,7 @@ from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
 from revode.engine import ReversibleSequence
-from revode.engine.accounting import SavedTensors
+from revode.memory import SavedTensors
 from revode.networks.blocks import join
 from revode.networks.config import NetworkConfig
 

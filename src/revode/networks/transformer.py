@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from revode.engine import ReversibleSequence
-from revode.files import unknown
+from revode.errors import unknown
 from revode.networks.classifier import build
 from revode.networks.config import is_count
 from revode.schemes import BDIA, AdditiveCoupling, Leapfrog, MidPoint, Scheme, Verlet

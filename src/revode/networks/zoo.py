@@ -14,7 +14,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import nn
 
-from revode.files import unknown
+from revode.errors import unknown
 from revode.networks.classifier import StagedClassifier, build
 from revode.networks.config import NetworkConfig
 from revode.networks.cost import Description

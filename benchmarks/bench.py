@@ -1,0 +1,155 @@
+"""Time, memory and gradient error of a training step beside the alternatives (``make bench`` sets the other libraries up).
+
+A *workload* is a network and a batch; a *method* is a way to get its gradient. Every method runs the same branches with the
+same parameters on the same input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import WIDE, Row, Settings, measure
+from methods import METHODS, Method, find
+from report import conditions, read, replaced, text, write
+from workloads import WORKLOADS, Workload
+
+from revode_lab.commands import check_folder, keep_freed_memory
+
+_EPILOG = """example: python benchmarks/bench.py --quick
+         python benchmarks/bench.py --workload stage-32x32 --method revode --method store
+         python benchmarks/bench.py --workload hamiltonian-74 --dtype bfloat16 --extra
+         python benchmarks/bench.py --extra --out docs
+exit codes: 0 done, 1 a workload failed and has no rows, 2 bad input"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """What to measure, how, and where to write."""
+    parser = argparse.ArgumentParser(description=__doc__, epilog=_EPILOG, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="the main workloads only, under 3 minutes on 2 cores")
+    parser.add_argument(
+        "--workload", action="append", metavar="NAME", help="one workload; may be repeated; default: all"
+    )
+    parser.add_argument(
+        "--method",
+        action="append",
+        metavar="NAME",
+        help="one method; may be repeated; default: all that are installed\nand apply; store is always run, for the ratios",
+    )
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads; default: torch's choice")
+    parser.add_argument("--repeats", type=int, metavar="N", help="repetitions; default: 3 to 15, by time")
+    parser.add_argument("--batch", type=int, metavar="N", help="another batch than the workloads' own")
+    parser.add_argument(
+        "--layout", default="channels_last", metavar="NAME", help="of the input: channels_last (default) or contiguous"
+    )
+    parser.add_argument(
+        "--dtype",
+        default="float32",
+        metavar="NAME",
+        help="float32 (default), or bfloat16: branches under autocast, with\nbatch norm; without other libraries",
+    )
+    parser.add_argument(
+        "--extra",
+        action="store_true",
+        help="also memory budgets on hamiltonian-74, and compiled steps\nthere and on the stages (slow)",
+    )
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON and nothing else")
+    parser.add_argument("--out", metavar="DIR", help="write benchmarks.json, benchmarks.html and the figures there")
+    parser.add_argument(
+        "--rows",
+        metavar="FILE",
+        help="take the rows of this benchmarks.json; measure only what\n--workload names, and replace its rows of that dtype",
+    )
+    return parser
+
+
+def main(words: list[str] | None = None) -> int:
+    """Measure and show; the exit code."""
+    try:
+        return run(build_parser().parse_args(words))
+    except (ValueError, OSError) as error:
+        _note(str(error))
+        return 2
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and show."""
+    if args.batch is not None and args.batch < 1:
+        raise ValueError(f"--batch must be at least 1, got {args.batch}")
+    check_folder(args.out)
+    start, failed = time.monotonic(), False
+    rows, facts = read(Path(args.rows)) if args.rows else ([], {})
+    if args.workload or not args.rows:
+        keep_freed_memory()
+        settings = _settings(args)
+        facts = conditions(settings)
+        measured, failed = _measure(_plan(args), settings)
+        rows = replaced(rows, measured)
+        _note(f"{len(measured)} rows in {time.monotonic() - start:.0f} s")
+    if args.json:
+        print(json.dumps([row.summary() for row in rows], indent=1))
+    elif rows:
+        print(text(rows))
+    if args.out:
+        for path in write(rows, facts, Path(args.out)):
+            print(path, file=sys.stderr)
+    return int(failed)
+
+
+def _settings(args: argparse.Namespace) -> Settings:
+    threads = torch.get_num_threads() if args.threads is None else args.threads
+    limits: dict[str, Any] = {"budget": 10.0, "fewest": 2} if args.quick else {}
+    return Settings(threads=threads, repeats=args.repeats, layout=args.layout, **limits)
+
+
+def _plan(args: argparse.Namespace) -> list[tuple[Workload, list[Method]]]:
+    """Workloads, each with the methods to run on it."""
+    names = args.workload or [name for name, workload in WORKLOADS.items() if workload.quick or not args.quick]
+    plan = []
+    for found in find("workload", names, WORKLOADS):
+        workload = found.with_dtype(args.dtype)
+        own = workload.quick if args.quick and workload.quick else workload.methods
+        chosen = find("method", args.method or [*own, *(workload.extra if args.extra else ())], METHODS)
+        plan.append((workload if args.batch is None else workload.with_batch(args.batch), chosen))
+    absent = {method.name: None for _, chosen in plan for method in chosen if not method.available}
+    if absent:
+        _note(f"not installed, so without rows: {', '.join(absent)} (make bench sets them up)")
+    return plan
+
+
+def _measure(plan: list[tuple[Workload, list[Method]]], settings: Settings) -> tuple[list[Row], bool]:
+    """Rows, and whether a workload failed: that costs its own rows, not those of the others."""
+    rows: list[Row] = []
+    failed = False
+    for workload, methods in plan:
+        _note(f"measuring {workload.name}")
+        try:
+            found = measure(workload, methods, settings)
+        except (RuntimeError, ValueError) as error:
+            failed = True
+            _note(f"{workload.name} failed and has no rows: {error}")
+            continue
+        rows.extend(found)
+        for row in found:
+            if row.spread > WIDE:
+                _note(
+                    f"{row.method}'s quartiles lie {row.spread:.0%} of its median apart: its time means little; "
+                    "end other programs, or give more --repeats"
+                )
+        if not found:
+            names = ", ".join(method.name for method in methods)
+            _note(f"{workload.name} has no rows: {names} is not installed, or cannot run it")
+    return rows, failed
+
+
+def _note(line: str) -> None:
+    print(f"bench: {line}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,168 @@
+"""One workload by one method: a training step without its optimizer, the gradient it gives, what it keeps and what it calls."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from methods import METHODS, Method
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from workloads import Workload
+
+from revode.engine import ReversibleSequence
+from revode.networks import StagedClassifier
+from revode_lab.baselines import replace_sequences
+from revode_lab.step import LAYOUTS, SEED, Step
+
+GRADIENT_BATCH = 4
+"""Samples that the gradient error is measured on: the fp64 reference of 1202 layers is slow."""
+COPIES = 2
+"""Sets of arguments that a replay takes in turn, so that the last call's are not all in the nearest cache."""
+aten = torch.ops.aten
+HEAVY = {
+    aten.convolution.default,
+    aten.convolution_backward.default,
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+}
+"""Convolutions and matrix products: called alone on tensors of the same shapes and strides, they are the floor of a step."""
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What a replayed tensor has in common with the recorded one."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def tensor(self) -> Tensor:
+        made = torch.empty_strided(self.size, self.stride, dtype=self.dtype)
+        return made.normal_() if self.dtype.is_floating_point else made.zero_()
+
+
+class Recorder(TorchDispatchMode):
+    """Counts the aten operations that run inside, and the heavy ones by the shapes, strides and options they are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[Any] = Counter()
+        self.operations = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations += 1
+        if func in HEAVY:
+            leaves, form = pytree.tree_flatten((args, kwargs or {}))
+            kinds = [_Kind(tuple(t.shape), t.stride(), t.dtype) if isinstance(t, Tensor) else t for t in leaves]
+            self.calls[func, tuple(kinds), form] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def replay(call: Any) -> Callable[[], object]:
+    """One recorded call alone, on random tensors of the recorded kind, made anew from set to set."""
+    func, kinds, form = call
+    sets = [
+        pytree.tree_unflatten([kind.tensor() if isinstance(kind, _Kind) else kind for kind in kinds], form)
+        for _ in range(COPIES)
+    ]
+    turn = 0
+
+    def run() -> object:
+        nonlocal turn
+        turn += 1
+        args, kwargs = sets[turn % COPIES]
+        return func(*args, **kwargs)
+
+    return run
+
+
+def sequences(module: nn.Module) -> list[ReversibleSequence]:
+    """Those in a network, or the module itself if it is one."""
+    return [part for part in module.modules() if isinstance(part, ReversibleSequence)]
+
+
+class Case(Step):
+    """A workload made ready by a method.
+
+    Args:
+        workload: what to run. If its dtype is bfloat16, branches run under autocast, beside states and parameters in float32.
+        method: by which way.
+        dtype: of parameters and input.
+        layout: memory format of kernels and input.
+    """
+
+    def __init__(
+        self, workload: Workload, method: Method, dtype: torch.dtype = torch.float32, layout: str = LAYOUTS[0]
+    ) -> None:
+        self.workload, self.method = workload, method
+        made, shape = workload.build()
+        self.num_branches = sum(len(sequence.fields) for sequence in sequences(made))
+        lower = workload.dtype == "bfloat16" and dtype == torch.float32
+        super().__init__(
+            made,
+            shape,
+            workload.batch,
+            dtype=dtype,
+            layout=layout,
+            autocast=lower,
+            wrap=lambda module: replace_sequences(module, method.wrap),
+        )
+        if method.budget is not None:
+            self._keep_within(method.budget)
+
+    def gradient(self, batch: int) -> Tensor:
+        """All gradients of a smaller batch, end to end, in fp64; dropout draws the same numbers by every method."""
+        x = self.batch_of(batch)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(SEED)
+            self(x)
+        tensors = [*self.parameters, *([x] if x.requires_grad else [])]
+        found = [torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in tensors]
+        self.clear()
+        return torch.cat([gradient.double().flatten() for gradient in found])
+
+    def record(self) -> tuple[Counter[Any], tuple[float, float]]:
+        """The heavy calls of a step, and its operations for each branch, forward and backward; not of the first step."""
+        self()
+        self.clear()
+        with Recorder() as forward:
+            loss = self.loss()
+        with Recorder() as backward:
+            loss.backward()
+        branches = max(1, self.num_branches)  # a ResNet has none
+        return forward.calls + backward.calls, (forward.operations / branches, backward.operations / branches)
+
+    def _keep_within(self, share: int) -> None:
+        """Set the memory budget to a share of the way from ``revode`` to ``store``."""
+        least, most = (
+            Case(self.workload, METHODS[name], self.dtype, self.layout).saved_bytes() for name in ("revode", "store")
+        )
+        budget = least + (most - least) * share // 100
+        if isinstance(self.module, StagedClassifier):
+            self.module.config = self.module.config.with_options(memory_budget=budget)
+        else:
+            self.module = cast(ReversibleSequence, self.module).with_strategy(memory_budget=budget)
+
+
+def gradient_errors(workload: Workload, cases: list[Case]) -> dict[str, float]:
+    """|g - g64| / |g64| for each method, g64 being the stored gradient in fp64."""
+    batch = min(workload.batch, GRADIENT_BATCH)
+    reference = Case(workload.with_batch(batch), METHODS["store"], torch.float64).gradient(batch)
+    size = reference.norm()
+    return {case.method.name: float((case.gradient(batch) - reference).norm() / size) for case in cases}
+
+
+def measure_step(workload: Workload, method: str, threads: int, layout: str = LAYOUTS[0]) -> dict[str, Any]:
+    """What a step costs in this process."""
+    torch.set_num_threads(threads)
+    case = Case(workload, METHODS[method], layout=layout)
+    # A compiled step is specialised to its shapes, so it must be warmed up on the real batch.
+    return case.cost(warm_up=case.inputs if case.method.compiled else None)

@@ -1,0 +1,232 @@
+"""Measure workloads by methods: rows of time, memory and gradient error.
+
+Times are interleaved: one repetition of everything, then the next, so that a drift of the machine hits all alike.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import statistics
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from cases import Case, Recorder, gradient_errors, measure_step, replay, sequences
+from methods import METHODS, Method
+from workloads import Workload
+
+from revode_lab.fresh import in_fresh_process
+from revode_lab.step import LAYOUTS, clock
+
+REFERENCE = "store"
+MIN_REPEATS, MAX_REPEATS = 3, 15
+WIDE = 0.2
+"""Quartiles that lie further apart, as a share of the median, make a comparison of times meaningless."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How to measure.
+
+    Args:
+        threads: CPU threads of torch.
+        repeats: repetitions of each step; as many as ``budget`` allows if None.
+        fewest: repetitions that are made whatever the budget.
+        budget: seconds for the repetitions of one workload.
+        layout: memory format of the input, the same for all methods.
+    """
+
+    threads: int
+    repeats: int | None = None
+    fewest: int = MIN_REPEATS
+    budget: float = 45.0
+    layout: str = LAYOUTS[0]
+
+    def __post_init__(self) -> None:
+        for name in ("threads", "repeats", "fewest"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.layout not in LAYOUTS:
+            raise ValueError(f"layout must be {' or '.join(LAYOUTS)}, got {self.layout!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One workload by one method.
+
+    Args:
+        workload: its name.
+        method: its name.
+        seconds: median of a step (forward and backward).
+        ratio_to_store: over the median of ``store`` in the same run.
+        saved_bytes: bytes kept for backward, besides parameters and input.
+        peak_bytes: peak resident bytes of a step in a fresh process, above those before it.
+        grad_error: relative error of the gradient against ``store`` in fp64.
+        seconds_low: lower quartile.
+        seconds_high: upper quartile.
+        roofline: time of the step's convolutions and matrix products called alone, over the step's time.
+        repeats: repetitions measured.
+        batch: samples in a step.
+        dtype: ``"float32"``, or ``"bfloat16"`` for branches under autocast.
+        operations: aten operations for each branch, in forward and in backward; None if compiled, where they are fused.
+    """
+
+    workload: str
+    method: str
+    seconds: float
+    ratio_to_store: float
+    saved_bytes: int
+    peak_bytes: int
+    grad_error: float
+    seconds_low: float
+    seconds_high: float
+    roofline: float
+    repeats: int
+    batch: int
+    dtype: str = "float32"
+    operations: tuple[float, float] | None = None
+
+    @property
+    def floor(self) -> float:
+        """Seconds of the step's convolutions and matrix products, called alone."""
+        return self.roofline * self.seconds
+
+    @property
+    def spread(self) -> float:
+        """Distance of the quartiles over the median."""
+        return (self.seconds_high - self.seconds_low) / self.seconds
+
+    def summary(self) -> dict[str, Any]:
+        """The columns that ``--json`` promises."""
+        return {name: getattr(self, name) for name in SUMMARY}
+
+
+SUMMARY = ("workload", "method", "seconds", "ratio_to_store", "saved_bytes", "peak_bytes", "grad_error")
+
+
+def applicable(workload: Workload, methods: Iterable[Method]) -> list[Method]:
+    """Those that are installed and can run the workload's scheme."""
+    schemes = [sequence.scheme for sequence in sequences(workload.build()[0])]
+    return [method for method in methods if method.available and all(map(method.supports, schemes))]
+
+
+def measure(workload: Workload, methods: Sequence[Method], settings: Settings) -> list[Row]:
+    """A row for each applicable method; ``store`` is measured in any case, for the ratios.
+
+    Args:
+        workload: what to run.
+        methods: by which ways.
+        settings: how to measure.
+    """
+    wanted = applicable(workload, methods)
+    if not wanted:
+        return []
+    torch.set_num_threads(settings.threads)
+    reference = METHODS[REFERENCE]
+    run = wanted if reference in wanted else [reference, *wanted]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="TypedStorage is deprecated")  # memcnn, at every block
+        cases = {method.name: Case(workload, method, layout=settings.layout) for method in run}
+        for case in cases.values():
+            case()
+        saved = {name: case.saved_bytes() for name, case in cases.items()}
+        recorded = {name: case.record() for name, case in cases.items()}
+        calls = {call: replay(call) for counts, _ in recorded.values() for call in counts}
+        for call in calls.values():
+            call()
+        seconds = interleave(cases, settings.repeats, settings.budget, settings.fewest, then=calls)
+        errors = gradient_errors(workload, [cases[method.name] for method in wanted])
+    rows = []
+    for method in wanted:
+        name = method.name
+        low, median, high = quartiles(seconds[name])
+        counts, operations = recorded[name]
+        found = in_fresh_process(measure_step, workload, name, settings.threads, settings.layout)
+        rows.append(
+            Row(
+                workload=workload.name,
+                method=name,
+                seconds=median,
+                ratio_to_store=median / quartiles(seconds[REFERENCE])[1],
+                saved_bytes=saved[name],
+                peak_bytes=found["peak_bytes"],
+                grad_error=errors[name],
+                seconds_low=low,
+                seconds_high=high,
+                roofline=_alone(counts, seconds) / median,
+                repeats=len(seconds[name]),
+                batch=workload.batch,
+                dtype=workload.dtype,
+                operations=None if method.compiled else operations,
+            )
+        )
+    return rows
+
+
+def _alone(counts: Counter[Any], seconds: Mapping[Any, list[float]]) -> float:
+    """Seconds that recorded calls take alone."""
+    return sum(count * statistics.median(seconds[call]) for call, count in counts.items())
+
+
+def quartiles(seconds: list[float]) -> tuple[float, float, float]:
+    """The lower quartile, the median and the upper quartile of at least one measurement."""
+    if len(seconds) == 1:
+        return seconds[0], seconds[0], seconds[0]
+    low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
+    return low, median, high
+
+
+def seconds_alone(step: Callable[[], object], repeats: int) -> float:
+    """Seconds that the heavy calls of a step take alone: medians of so many calls each, after two others."""
+    with Recorder() as recorder:
+        step()
+    runs = {call: replay(call) for call in recorder.calls}
+    return _alone(recorder.calls, {call: [clock(run) for _ in range(repeats + 2)][2:] for call, run in runs.items()})
+
+
+def interleave(
+    actions: Mapping[Any, Callable[[], object]],
+    repeats: int | None = None,
+    budget: float = 60.0,
+    fewest: int = MIN_REPEATS,
+    *,
+    then: Mapping[Any, Callable[[], object]] | None = None,
+) -> dict[Any, list[float]]:
+    """Seconds of every repetition of every action. The caller has warmed them up.
+
+    What runs before an action leaves it a heap and caches of its own, so each round has another order.
+
+    Args:
+        actions: what to time, by any key.
+        repeats: how often; as often as the budget allows if not given.
+        budget: seconds that all repetitions together may take.
+        fewest: repetitions that are made whatever the budget.
+        then: timed as well, but after the actions of each round: short calls of another kind, which should come between
+            no two of them.
+    """
+    last = dict(then or {})
+    seconds: dict[Any, list[float]] = {key: [] for key in [*actions, *last]}
+    keys = list(actions)
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        done, limit = 0, MAX_REPEATS if repeats is None else repeats
+        while done < limit:
+            gc.collect()
+            for key in random.Random(done).sample(keys, len(keys)):
+                seconds[key].append(clock(actions[key]))
+            for key, action in last.items():
+                seconds[key].append(clock(action))
+            done += 1
+            if repeats is None:
+                one_round = sum(map(sum, seconds.values())) / done
+                limit = min(MAX_REPEATS, max(fewest, int(budget / one_round)))
+    finally:
+        if collecting:
+            gc.enable()
+    return seconds

@@ -1,0 +1,545 @@
+"""Ways to evaluate a branch: `Replayed` for any module, `Known` for a field that gives its own VJP.
+
+Each has ``value(q)`` for forward and ``vjp(q, g)`` for backward; it is chosen once for each branch of a forward pass. (Compiled
+fields run together with their coupling, see ``step``.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import itertools
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils import _pytree as pytree
+
+from revode.engine.grid import Grid, RangeFlags, with_strides
+from revode.engine.inspection import Contents, contents_of, hooks_hear_every_module
+from revode.engine.randomness import Streams
+from revode.engine.replay import Autocast, Call, Kernels, Record, version_of
+from revode.memory import adds, graph_nodes
+from revode.schemes import Coupling, Factor, is_number, times
+from revode.vjp import KnownField
+
+_FAILURES = (AssertionError, IndexError, RuntimeError, TypeError, ValueError)
+
+
+class BranchError(ValueError, RuntimeError):
+    """A branch failed, or broke a rule; says which, and on what. Caught as `ValueError` or as torch's `RuntimeError`."""
+
+
+class BranchTypeError(BranchError, TypeError):
+    """A branch was called in a way it does not understand; caught as `TypeError`, too."""
+
+
+def tensor_leaves(tree: Any) -> list[Tensor]:
+    """Return the tensors in a nest of dicts, lists and tuples."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+class Template:
+    """A nest of dicts, lists and tuples without its tensors, to be filled with others.
+
+    Args:
+        tree: the nest.
+    """
+
+    def __init__(self, tree: Any) -> None:
+        leaves, self._spec = pytree.tree_flatten(tree)
+        self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        self._leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+    def __len__(self) -> int:
+        """Return how many tensors it takes."""
+        return len(self._places)
+
+    def fill(self, tensors: Sequence[Tensor]) -> Any:
+        """Return the nest around these tensors, which come in the order of ``tensor_leaves``."""
+        leaves = list(self._leaves)
+        for place, tensor in zip(self._places, tensors, strict=True):
+            leaves[place] = tensor
+        return pytree.tree_unflatten(leaves, self._spec)
+
+
+class Arguments:
+    """The keyword arguments of a call: what a branch is given in forward, and again in backward.
+
+    Args:
+        kwargs: keyword arguments.
+    """
+
+    def __init__(self, kwargs: dict[str, Any]) -> None:
+        self.given = bool(kwargs)
+        self.tensors: list[Tensor] = []
+        """The tensors among them, detached: what a walk keeps."""
+        self.trained: list[Tensor] = []
+        """Those that require a gradient, until the walk has nodes for them."""
+        if kwargs:
+            self._template, leaves = Template(kwargs), tensor_leaves(kwargs)
+            self.trained = [leaf for leaf in leaves if leaf.requires_grad]
+            self._at = [i for i, leaf in enumerate(leaves) if leaf.requires_grad]
+            self.tensors = [leaf.clone() if leaf.is_inference() else leaf.detach() for leaf in leaves]
+            self.versions = [version_of(tensor) for tensor in self.tensors]
+
+    def detached(self) -> dict[str, Any]:
+        """Return the keyword arguments around detached tensors."""
+        return self._template.fill(self.tensors) if self.given else {}
+
+    def tracked(self, wanted: bool) -> tuple[dict[str, Any], list[Tensor]]:
+        """Return the keyword arguments around new leaves, and those of the leaves to differentiate for."""
+        if not self.given:
+            return {}, []
+        tensors = list(self.tensors)
+        for i in self._at:
+            tensors[i] = tensors[i].detach().requires_grad_(wanted)
+        return self._template.fill(tensors), [tensors[i] for i in self._at]
+
+    def check_unchanged(self) -> None:
+        """Raise if a tensor among the arguments is no longer that of forward."""
+        if self.given and [version_of(tensor) for tensor in self.tensors] != self.versions:
+            raise RuntimeError(
+                "a keyword argument of a reversible branch was modified in place between forward and backward: its gradient "
+                "would be that of another input; call backward first, or pass a copy"
+            )
+
+
+class Context:
+    """What the branches of one forward pass share.
+
+    Args:
+        device: where the states live.
+        grid: the grid that states live on, for exact reversing.
+        keeps_aux: whether the aux of branches that return ``(u, aux)`` is wanted.
+        compiled: whether fields that give their own VJP run compiled.
+        hint: what to say of the state when a branch fails on it.
+        warned: what the owner of the branches has been warned of.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        grid: Grid | None = None,
+        keeps_aux: bool = False,
+        compiled: bool = False,
+        hint: str = "",
+        warned: set[str] | None = None,
+    ) -> None:
+        self.grid = grid
+        self.keeps_aux = keeps_aux
+        self.compiled = compiled
+        self.hint = hint
+        self.warned = set() if warned is None else warned
+        self.traced = torch.compiler.is_compiling()
+        self.autocast = Autocast(device.type)
+        self.kernels: Any = None if self.traced else Kernels()
+        self.streams: Any = None if self.traced else Streams()
+        self.flags = None if grid is None else RangeFlags(grid)
+
+    def warns_of(self, what: str) -> bool:
+        """Return True on the first call with this word only, so that a warning appears once."""
+        first = what not in self.warned
+        self.warned.add(what)
+        return first
+
+    def note(self, state: Tensor | None, where: str) -> None:
+        """Remember how large a state on the grid is."""
+        if self.flags is not None and state is not None:
+            self.flags.note(state, where)
+
+    def close(self) -> None:
+        """Have the range of all states so far judged, and forget the RNG states of the last branch."""
+        if self.streams is not None:
+            self.streams.forget()
+        if self.flags is not None:
+            self.flags.close()
+
+
+def known_field(branch: nn.Module, q: Tensor, context: Context, has_arguments: bool) -> KnownField | None:
+    """Return the branch, if it gives its own VJP in this call.
+
+    On the grid a dimension of size 1 rules it out: its stride is ambiguous, and with it the kernel that autograd takes.
+    """
+    if context.traced or not isinstance(branch, KnownField) or hooks_hear_every_module():
+        return None
+    ambiguous = context.grid is not None and 1 in q.shape
+    return None if has_arguments or ambiguous or not branch.knows_vjp(q.dtype) else branch
+
+
+def branch_name(index: int, branch: nn.Module) -> str:
+    """Return how messages name a branch."""
+    return f"branch {index} ({type(branch).__name__})"
+
+
+def is_sharded(branch: nn.Module) -> bool:
+    """Return whether FSDP2 (``fully_shard``) shards this very module."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(branch, fsdp.FSDPModule)
+
+
+class Evaluation:
+    """One branch in one forward pass, evaluated by calling it; gradients, if any, are left to ordinary autograd.
+
+    Args:
+        context: what the branches of the pass share.
+        index: the place of the branch, for messages.
+        branch: the module.
+        arguments: its keyword arguments.
+        name: how messages name it.
+    """
+
+    def __init__(
+        self, context: Context, index: int, branch: nn.Module, arguments: Arguments, name: str | None = None
+    ) -> None:
+        self.context = context
+        self.index = index
+        self.branch = branch
+        self.arguments = arguments
+        self.name = branch_name(index, branch) if name is None else name
+
+    def contents(self) -> Contents:
+        """Return what the branch holds."""
+        try:
+            return contents_of(self.branch)
+        except ValueError as error:
+            raise BranchError(f"{self.name} cannot be recomputed: {error}") from error
+
+    def call(self, q: Tensor, kwargs: dict[str, Any]) -> Any:
+        """Return branch(q). Hooks of a module that is sharded by itself ran before, and stay outside."""
+        branch = self.branch
+        return branch.forward(q, **kwargs) if is_sharded(branch) else branch(q, **kwargs)
+
+    def taken(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return those of the keyword arguments that the branch takes."""
+        if not kwargs or self.context.traced:
+            return kwargs
+        takes = self.contents().takes
+        return kwargs if takes is None else {name: value for name, value in kwargs.items() if name in takes}
+
+    def evaluate(self, q: Tensor, kwargs: dict[str, Any], call: Call, *, once: bool = True) -> tuple[Tensor, Any]:
+        """Return u = F(q) through `call`, in the state's shape, dtype and strides; and its aux, if any.
+
+        Args:
+            q: the state.
+            kwargs: keyword arguments, from which those that it takes are chosen.
+            call: how to evaluate it.
+            once: False if it will be evaluated again, so that it must not change what it is given.
+        """
+        kwargs = self.taken(kwargs)
+        if self.context.traced:
+            return self.conform(q, call(q, kwargs))
+        slots = self.contents().parameters
+        inputs = [q, *(slot.tensor for slot in slots), *(tensor_leaves(kwargs) if kwargs else ())]
+        versions = [version_of(tensor) for tensor in inputs]
+        given = None if once or not kwargs else _look(kwargs)
+        try:
+            u = call(q, kwargs)
+        except _FAILURES as error:
+            raise self.failure(q, error) from error
+        if any(then is not None and version_of(tensor) != then for tensor, then in zip(inputs, versions, strict=True)):
+            raise BranchError(
+                f"{self.name} modifies its input or its parameters in place (an inplace=True activation first in "
+                "it?): both are needed again, so give it an operation that makes a new tensor"
+            )
+        if given is not None and _look(kwargs) != given:
+            raise BranchError(
+                f"{self.name} changes an object among its keyword arguments (a cache of keys and values?), which its "
+                "recomputation would change again: pass none (use_cache=False), or use backprop='store'"
+            )
+        return self.conform(q, u)
+
+    def conform(self, q: Tensor, u: Any) -> tuple[Tensor, Any]:
+        """Return (u, aux) in the state's dtype and strides; raise if u is not like the state."""
+        u, aux = u if isinstance(u, tuple) and len(u) == 2 else (u, None)
+        if not isinstance(u, Tensor):
+            raise ValueError(f"{self.name} must return a tensor, or (tensor, aux), got {type(u).__name__}")
+        if u.shape != q.shape:
+            raise ValueError(
+                f"{self.name} changes the shape of its state from {tuple(q.shape)} to {tuple(u.shape)}: "
+                "a residual branch must keep it"
+            )
+        if u.dtype != q.dtype:
+            if not self.context.autocast.enabled:
+                raise ValueError(
+                    f"{self.name} changes the dtype of its state from {q.dtype} to {u.dtype}: "
+                    "a residual branch must keep it, except under autocast"
+                )
+            u = u.to(q.dtype)
+        return with_strides(u, q.stride()), aux
+
+    def failure(self, q: Tensor, error: Exception) -> Exception:
+        """Return an error of the branch that says which branch it is, and on what it failed."""
+        if isinstance(error, torch.OutOfMemoryError):
+            return error
+        text = (
+            f"{self.name} failed on a state of shape {tuple(q.shape)} and dtype {q.dtype}{self.context.hint}: {error}"
+        )
+        return (BranchTypeError if isinstance(error, TypeError) else BranchError)(text)
+
+    def stored_call(self, shared: set[int]) -> Call:
+        """Return how to call the branch so that stored gradients are summed in the engine's order.
+
+        That is within a branch first, then over depth. Each branch sees its own alias of the state, of the keyword arguments
+        and of the parameters it shares with others, and under autocast casts its weights itself, so that gradients of
+        several uses are added in full precision.
+
+        Args:
+            shared: identities of the parameters that several branches use.
+        """
+        branch, autocast = self.branch, self.context.autocast
+
+        def call(q: Tensor, kwargs: dict[str, Any]) -> Any:
+            kwargs = pytree.tree_map(_alias, kwargs)
+            aliases = {name: _alias(p) for name, p in branch.named_parameters() if id(p) in shared} if shared else {}
+            lent = _reparametrize_module(branch, aliases, tie_weights=True) if aliases else contextlib.nullcontext()
+            with autocast.restore(), lent:
+                return branch(_alias(q), **kwargs)
+
+        return call
+
+
+class Replayed(Evaluation):
+    """Any module: its recomputation sees what forward saw, and its VJP comes from autograd."""
+
+    writes_over_value = False
+    """Whether nobody else needs what ``value`` and ``vjp`` return, so that it may be written over."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        context, contents = self.context, self.contents()
+        reason = _unsuitable(self.branch, contents)
+        if reason is not None:
+            raise BranchError(f"{self.name} {reason}")
+        self.parameters = contents.named_parameters(self.name)
+        self.trained = [name for name, p in self.parameters.items() if p.requires_grad]
+        """Names of the parameters that had a gradient in forward; by the time of backward they may be frozen."""
+        self.versions = [version_of(parameter) for parameter in self.parameters.values()]
+        self.record = Record(contents, context.autocast, context.streams, context.grid is not None)
+
+    def release(self) -> None:
+        """Let go of what a recomputation needs."""
+        del self.record, self.arguments
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors that ``vjp`` gives gradients for, in its order."""
+        return [*(self.parameters[name] for name in self.trained), *self.arguments.trained]
+
+    def check_unchanged(self) -> None:
+        """Raise if parameters or arguments are no longer those of the forward pass."""
+        if [version_of(parameter) for parameter in self.parameters.values()] != self.versions:
+            raise RuntimeError(
+                "a parameter of a reversible sequence was modified in place between forward and backward "
+                "(an optimizer step?): its gradient would be that of another network; call backward first"
+            )
+        self.arguments.check_unchanged()
+
+    def value(self, q: Tensor) -> tuple[Tensor, Any]:
+        """Return u = F(q) and its aux in forward; what the branch met is recorded."""
+        first = self.record.first
+        return self.evaluate(q, self.arguments.detached(), lambda q, kwargs: first(q, kwargs, self.call), once=False)
+
+    def again(self, q: Tensor) -> Tensor:
+        """Return u = F(q) once more, without gradients."""
+        return self._recompute(q, wanted=False)[0].detach()
+
+    def _recompute(self, q: Tensor, wanted: bool) -> tuple[Tensor, Any, list[Tensor]]:
+        """Return u, its aux and the leaves of their graph: q, trained parameters, arguments with a gradient."""
+        tracked = (
+            wanted or self.context.grid is not None
+        )  # on the grid, bits must be those of a call that tracks gradients
+        leaf = q.detach().requires_grad_(tracked)
+        own, lent = self._leaves(wanted)
+        kwargs, given = self.arguments.tracked(wanted)
+        with torch.set_grad_enabled(tracked):
+            inside = _alias(leaf)  # as in an ordinary forward, the branch's input is not a leaf
+            again = self.record.again
+            u, aux = self.evaluate(inside, kwargs, lambda q, kwargs: again(q, kwargs, self.call, lent))
+        return u, aux, [leaf, *own, *given]
+
+    def vjp(
+        self, q: Tensor, g: Tensor | None, g_aux: Sequence[Tensor | None], coupling: Coupling, needs_value: bool
+    ) -> tuple[Tensor | None, Sequence[Tensor | None], Factor]:
+        """Return u = F(q) and the products of g with the Jacobians of a F: by q, then by each of ``tensors``.
+
+        Args:
+            q: the state.
+            g: the gradient by q'.
+            g_aux: gradients by the tensors of the branch's aux.
+            coupling: whose gain is a.
+            needs_value: whether u is wanted.
+
+        Returns:
+            u; the products, or nothing; and a factor that the products still lack.
+        """
+        wanted = g is not None or any(grad is not None for grad in g_aux)
+        if not (wanted or needs_value):
+            return None, (), 1.0
+        u, aux, wrt = self._recompute(q, wanted)
+        gu = None if g is None else with_strides(times(g, coupling.gain), q.stride())
+        pairs = [(u, gu), *zip(tensor_leaves(aux), g_aux, strict=True)] if g_aux else [(u, gu)]
+        outputs = [(tensor, grad) for tensor, grad in pairs if grad is not None and tensor.requires_grad]
+        if not outputs:
+            return u.detach(), [None] * len(wrt), 1.0
+        self._look_at_graph([tensor for tensor, _ in outputs], wrt, coupling)
+        return u.detach(), self._grad([t for t, _ in outputs], [grad for _, grad in outputs], wrt), 1.0
+
+    def _grad(self, outputs: list[Tensor], grads: list[Tensor], wrt: list[Tensor]) -> Sequence[Tensor | None]:
+        """Run ``torch.autograd.grad`` without its look at shapes, which takes a tenth of a tiny branch's time."""
+        try:
+            return _engine_run_backward(
+                tuple(outputs), tuple(grads), False, False, tuple(wrt), allow_unreachable=True, accumulate_grad=False
+            )
+        except RuntimeError as error:
+            if "use_reentrant" in str(error) or "Checkpointing is not compatible" in str(error):
+                raise BranchError(
+                    f"{self.name} uses torch's checkpoint with use_reentrant=True, which cannot be differentiated inside "
+                    "a reversible sequence: give it use_reentrant=False"
+                ) from error
+            raise
+
+    def _leaves(self, wanted: bool) -> tuple[list[Tensor], dict[str, Tensor] | None]:
+        """Return the parameters to differentiate for, and what to lend the branch if its own will not do.
+
+        Its own parameters serve as leaves where nothing distinguishes them from those of the forward pass and no hook on
+        them would be called twice.
+        """
+        trained, own = self.trained, self.parameters
+        if not hooks_hear_every_module() and all(
+            slot.tensor is then and then.requires_grad == (slot.name in trained) and not then._backward_hooks
+            for slot, then in zip(self.record.contents.parameters, own.values(), strict=True)
+        ):
+            return [own[name] for name in trained], None
+        leaves = {name: p.detach().requires_grad_(wanted and name in trained) for name, p in own.items()}
+        with torch.enable_grad():  # aliases, since hooks on modules cannot be given leaves in autograd.grad
+            return [leaves[name] for name in trained], {name: _alias(leaf) for name, leaf in leaves.items()}
+
+    def _look_at_graph(self, outputs: Sequence[Tensor], leaves: Sequence[Tensor], coupling: Coupling) -> None:
+        """Raise if an output depends on a tensor that requires grad and that we do not know: its gradient would be lost.
+
+        Warn once of a branch that contains its own skip connection.
+        """
+        ours = {id(leaf) for leaf in leaves}
+        for node in itertools.chain.from_iterable(map(graph_nodes, outputs)):
+            variable = getattr(node, "variable", None)
+            if variable is not None and id(variable) not in ours:
+                raise BranchError(
+                    f"{self.name} uses a tensor of shape {tuple(variable.shape)} that requires grad but is neither its "
+                    "parameter nor a keyword argument: register it, or pass it as a keyword argument, to get its gradient"
+                )
+        contents = self.record.contents
+        adds_states = not (is_number(coupling.carry, 0.0) and is_number(coupling.keep, 0.0))
+        if contents.has_skip is None and adds_states:
+            contents.has_skip = adds(outputs[0], leaves[0], lambda name: name.startswith(_NEUTRAL))
+            if contents.has_skip and self.context.warns_of("skip connection"):
+                warnings.warn(
+                    f"{self.name} adds its own input, as a residual block does, and the scheme adds it once more: leave "
+                    "out the skip connection, or use revode.convert",
+                    stacklevel=2,
+                )
+
+
+_NEUTRAL = ("AddBackward", "AliasBackward", "CloneBackward", "ToCopyBackward", "ViewBackward", "UnsafeViewBackward")
+
+
+class Known(Replayed):
+    """A field that gives its own VJP, without a graph."""
+
+    writes_over_value = True
+    branch: KnownField
+
+    def value(self, q: Tensor) -> tuple[Tensor, Any]:
+        try:
+            u = self.branch.value(q, self.context.autocast.compute_dtype(q)).to(q.dtype)
+        except _FAILURES as error:
+            raise self.failure(q, error) from error
+        return with_strides(u, q.stride()), None
+
+    def vjp(
+        self, q: Tensor, g: Tensor | None, g_aux: Sequence[Tensor | None], coupling: Coupling, needs_value: bool
+    ) -> tuple[Tensor | None, Sequence[Tensor | None], Factor]:
+        if g is None or not self._holds_its_parameters():
+            return super().vjp(q, g, g_aux, coupling, needs_value)
+        autocast, gain = self.context.autocast, coupling.gain
+        dtype = autocast.compute_dtype(q)
+        # Scaling the products spares a pass over g. But on the grid, bits must be those of the stored path, and float16 has
+        # no range to spare for what is scaled only later.
+        later = self.context.grid is None and dtype == q.dtype and isinstance(gain, float)
+        scaled = with_strides(g if later else g * gain, q.stride())
+        with autocast.disabled():  # the field casts by itself
+            u, g_state, g_parameters = self.branch.vjp(q, scaled, dtype, needs_value)
+        return None if u is None else u.to(q.dtype), [g_state, *g_parameters], gain if later else 1.0
+
+    def _holds_its_parameters(self) -> bool:
+        """Return whether the field still holds the parameters of forward (``torch.func.functional_call`` lends others)."""
+        held = self.branch.tensors()
+        return len(held) == len(self.parameters) and all(map(_is, held, self.parameters.values()))
+
+
+def _is(a: Any, b: Any) -> bool:
+    return a is b
+
+
+def evaluation_of(context: Context, index: int, branch: nn.Module, arguments: Arguments, q: Tensor) -> Replayed:
+    """Return how to evaluate a branch on states like q, so that it can be recomputed."""
+    known = known_field(branch, q, context, arguments.given) is not None
+    return (Known if known else Replayed)(context, index, branch, arguments)
+
+
+def refuse_unknown_arguments(branches: Sequence[nn.Module], kwargs: dict[str, Any]) -> None:
+    """Raise if no branch takes one of the keyword arguments."""
+    taken = [contents_of(branch).takes for branch in branches] if kwargs else []
+    if None in taken:
+        return
+    names = frozenset().union(*(names for names in taken if names))
+    for name in kwargs:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise BranchTypeError(f"no branch takes the keyword argument {name!r}{hint}")
+
+
+def _alias(leaf: Any) -> Any:
+    """Return the same tensor behind a node of its own. (``view_as`` would change the strides of a batch of one.)"""
+    return torch.ops.aten.alias(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
+
+
+_PLAIN = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device, torch.Generator)
+
+
+def _look(kwargs: dict[str, Any]) -> list[Any]:
+    """Return what a branch could change in the objects it is given: tensors and sizes inside them, a few levels deep."""
+    seen: list[Any] = []
+    level: list[Any] = [kwargs]
+    for _ in range(5):
+        following: list[Any] = []
+        for value in level:
+            if isinstance(value, Tensor):
+                seen.append((id(value), version_of(value)))
+            elif isinstance(value, dict | list | tuple | set):
+                seen.append(len(value))
+                following.extend(value.values() if isinstance(value, dict) else value)
+            elif not isinstance(value, (*_PLAIN, nn.Module, type)) and hasattr(value, "__dict__"):
+                following.extend(vars(value).values())
+                seen.append(len(vars(value)))
+            elif isinstance(value, _PLAIN):
+                seen.append(value)
+        level = following
+    return seen
+
+
+def _unsuitable(branch: nn.Module, contents: Contents) -> str | None:
+    """Return why a branch cannot be recomputed on tensors that are lent to it, or None."""
+    modules = contents.modules
+    if any(isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.buffers()) for module in modules):
+        return "holds TorchScript code with buffers, which cannot be set back: give the module it was made from"
+    if getattr(branch, "_is_replica", False):
+        return "is a replica made by nn.DataParallel, whose parameters are copies: use DistributedDataParallel"
+    if any(is_sharded(module) for module in modules[1:]):
+        return "holds a module that is sharded by itself (fully_shard): shard the branch, the sequence or a module around it"
+    return None

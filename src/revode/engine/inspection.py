@@ -1,0 +1,252 @@
+"""Inspect a branch once, and again when it changes: its modules, parameters, buffers and generators.
+
+`KNOWN` lists the classes whose calls are fully known from their type: which of them draw random numbers, and that they touch
+no RNG of Python or NumPy. Nothing is known of any other module, so the engine records every RNG state around it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import threading
+import weakref
+from typing import Any, NamedTuple, cast
+
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.parameter import UninitializedParameter
+
+from revode.engine.randomness import Stream, held_by, held_streams, is_generator
+from revode.fields import AntisymmetricField, OneLayerField, SymmetricField
+from revode.operators import AntisymmetricConv, AntisymmetricDense, Bias, Conv, Dense, TVNorm
+
+evaluating = threading.RLock()
+"""Held while a branch is evaluated: in a recomputation it is lent other buffers, modes or parameters, which no other thread may
+see."""
+
+_STATISTICS_ONLY = {_BatchNorm.forward, SyncBatchNorm.forward, _InstanceNorm.forward}
+"""Forwards whose output in training mode does not depend on the buffers they update."""
+
+_MIND_GRADIENTS = (nn.RNNBase, nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
+"""Modules that take other kernels, which give other bits, where no gradient is wanted."""
+
+
+_OF_TORCH = {value for value in vars(nn).values() if isinstance(value, type)}
+KNOWN: set[type] = {
+    *_OF_TORCH,
+    NonDynamicallyQuantizableLinear,  # in nn.MultiheadAttention
+    *(SymmetricField, AntisymmetricField, OneLayerField),
+    *(Conv, AntisymmetricConv, Dense, AntisymmetricDense, Bias, TVNorm),
+}
+"""Classes whose calls draw only from torch's RNG, and only as `_draws` says. A subclass is not known by its base."""
+_NUM_OF_TORCH = len(vars(nn.Module()))
+"""Attributes that every module begins with."""
+
+
+class Slot(NamedTuple):
+    """A place in a module that holds a tensor."""
+
+    home: dict[str, Any]
+    key: str
+    name: str
+
+    @property
+    def tensor(self) -> Tensor:
+        return self.home[self.key]
+
+
+def collects_statistics(module: nn.Module) -> bool:
+    """Whether `module` is a norm that in training mode updates its buffers and does not use them."""
+    return isinstance(module, _BatchNorm | _InstanceNorm) and type(module).forward in _STATISTICS_ONLY
+
+
+def _is_known(module: nn.Module) -> bool:
+    """Return whether all that a call of this module does is known from its type."""
+    kind = getattr(type(module), "_converted_from", type(module))
+    if kind not in KNOWN or "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
+        return False
+    activation = getattr(module, "activation", None)  # of a transformer layer or of our fields: any callable
+    return activation is None or getattr(activation, "__module__", "").startswith("torch")
+
+
+def _draws(module: nn.Module) -> bool:
+    """Whether a module of ``torch.nn`` draws random numbers as it is now."""
+    if isinstance(module, _DropoutNd):
+        return module.training and module.p > 0.0
+    if isinstance(module, nn.MultiheadAttention | nn.RNNBase):
+        return module.training and module.dropout > 0.0
+    if _is_sequence(module):
+        return cast(Any, module).scheme_now().draws
+    return module.training if isinstance(module, nn.RReLU) else True
+
+
+def _is_sequence(module: nn.Module) -> bool:
+    """Whether it is a `ReversibleSequence`, which knows this room."""
+    return hasattr(type(module), "scheme_now")
+
+
+_DRAWING = (
+    _DropoutNd,
+    nn.RReLU,
+    nn.MultiheadAttention,
+    nn.RNNBase,
+    nn.FractionalMaxPool2d,
+    nn.FractionalMaxPool3d,
+)
+
+
+class Contents:
+    """The modules, parameters, buffers and generators of one branch, and what is known of them.
+
+    Contents live in a cache for as long as their branch does, so they hold the branch itself only weakly.
+    """
+
+    def __init__(self, branch: nn.Module) -> None:
+        self._branch = weakref.ref(branch)
+        self._inner = list(branch.modules())[1:]
+        self._shape = self._measure()
+        self.parameters: list[Slot] = []
+        self._statistics: list[tuple[int, list[Slot]]] = []
+        self.buffers: list[Slot] = []
+        """All buffers but running statistics."""
+        self.changing: set[str] | None = None
+        """Names of the large buffers that calls were seen to change; None before the first call."""
+        self._find_tensors(branch)
+        modules = self.modules
+        self.is_known = all(_is_known(module) for module in modules)
+        self._drawing = [i for i, module in enumerate(modules) if isinstance(module, _DRAWING) or _is_sequence(module)]
+        self.minds_gradients = any(isinstance(module, _MIND_GRADIENTS) for module in modules)
+        self.generators: list[Stream] = [] if self.is_known else self._find_generators()
+        self.takes = _keywords_of(branch)
+        """Names of the keyword arguments that ``forward`` takes; None if it takes any."""
+        self.has_skip: bool | None = None
+        """Whether the branch adds its own input; None before the first backward pass."""
+
+    @property
+    def branch(self) -> nn.Module:
+        branch = self._branch()
+        assert branch is not None
+        return branch
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        return [self.branch, *self._inner]
+
+    @property
+    def statistics(self) -> list[tuple[nn.Module, list[Slot]]]:
+        """Norms, with the slots of the running statistics that they collect in training mode and read otherwise."""
+        modules = self.modules if self._statistics else []
+        return [(modules[i], slots) for i, slots in self._statistics]
+
+    def _measure(self) -> list[Any]:
+        """Return what changes when modules, parameters, buffers, generators or attributes come or go, or are tied.
+
+        Whether running statistics are there does not count: a recomputation around this one may have lent None for them.
+        """
+        measure: list[Any] = []
+        for module in self.modules:
+            kind, attributes = type(module), module.__dict__
+            parameters, buffers = module._parameters, module._buffers
+            hooks = len(module._forward_hooks) + len(module._forward_pre_hooks)
+            measure += (kind, len(attributes), len(parameters), len(buffers), hooks)
+            if parameters:
+                measure += map(id, parameters.values())
+            if buffers and not collects_statistics(module):
+                measure += [buffer is None for buffer in buffers.values()]
+            if module._modules:
+                measure += module._modules.values()
+            if kind not in _OF_TORCH:
+                own = itertools.islice(attributes.values(), _NUM_OF_TORCH, None)
+                measure += [id(value) for value in own if is_generator(value)]
+        return measure
+
+    def fits(self) -> bool:
+        """Return whether the branch still holds what was found."""
+        return self._measure() == self._shape
+
+    def _find_tensors(self, branch: nn.Module) -> None:
+        seen: set[int] = set()
+        for index, (prefix, module) in enumerate(branch.named_modules()):
+            start = f"{prefix}." if prefix else ""
+            for key, parameter in module._parameters.items():
+                if parameter is not None and id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    self.parameters.append(Slot(module._parameters, key, start + key))
+            slots = [Slot(module._buffers, key, start + key) for key, _ in module._buffers.items()]
+            if collects_statistics(module):
+                self._statistics.append((index, slots))
+            else:
+                self.buffers.extend(slot for slot in slots if slot.tensor is not None)
+
+    def _find_generators(self) -> list[Stream]:
+        return held_streams(value for module in self.modules if not _is_known(module) for value in held_by(module))
+
+    def named_parameters(self, where: str) -> dict[str, Tensor]:
+        """The parameters as they are now, by name."""
+        found: dict[str, Tensor] = {}
+        for home, key, name in self.parameters:
+            parameter = home[key]
+            if type(parameter) is UninitializedParameter:
+                raise ValueError(
+                    f"{where} has the uninitialised (lazy) parameter {name!r}: "
+                    "run the sequence once under torch.no_grad() before training it"
+                )
+            assert parameter is not None
+            found[name] = parameter
+        return found
+
+    def buffers_to_read(self) -> list[Slot]:
+        """The slots of all buffers that a call as things are now may depend on."""
+        read = [slot for module, slots in self.statistics if not module.training for slot in slots]
+        return [*self.buffers, *(slot for slot in read if slot.tensor is not None)]
+
+    def modes(self) -> list[bool]:
+        return [module.training for module in self.modules]
+
+    def draws_only_from_torch(self) -> bool:
+        """Whether no stream but torch's can move in a call."""
+        return self.is_known and not _hooks_on_all_modules()
+
+    def draws_from_torch(self) -> bool:
+        """Whether a call draws from torch's streams, if it draws from no others."""
+        modules = self.modules if self._drawing else []
+        return any(_draws(modules[i]) for i in self._drawing)
+
+
+def _hooks_on_all_modules() -> bool:
+    return bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
+
+
+def hooks_hear_every_module() -> bool:
+    """Whether hooks are registered on all modules at once (``register_module_forward_hook`` and its like)."""
+    backward = torch_module._global_backward_hooks or torch_module._global_backward_pre_hooks
+    return _hooks_on_all_modules() or bool(backward)
+
+
+def _keywords_of(branch: nn.Module) -> frozenset[str] | None:
+    try:
+        parameters = list(inspect.signature(branch.forward).parameters.values())
+    except (TypeError, ValueError):
+        return None
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    behind_the_state = parameters[1:]
+    return frozenset(p.name for p in behind_the_state if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+
+
+_found: weakref.WeakKeyDictionary[nn.Module, Contents] = weakref.WeakKeyDictionary()
+
+
+def contents_of(branch: nn.Module) -> Contents:
+    """Return what `branch` holds, inspected once and again after it has changed."""
+    contents = _found.get(branch)
+    if contents is None or not contents.fits():
+        with evaluating:  # another thread may have lent the branch something just now
+            contents = _found.get(branch)
+            if contents is None or not contents.fits():
+                contents = _found[branch] = Contents(branch)
+    return contents

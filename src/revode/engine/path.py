@@ -1,0 +1,379 @@
+"""The path of one forward pass through branches, each of which is one autograd node that saves no activations.
+
+A node takes the pair and returns the pair, so that it adds the gradients of both members itself. The walk keeps the newest
+pair, and pairs at anchors. The node of step k needs the pair behind step k: it is at hand when the node of step k + 1 has just
+run, and is rebuilt from the next pair that was kept otherwise (a loss on a state in the middle, a part of the gradients, a
+second try after an exception). So every order of backward passes is right.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from revode.engine import arrival
+from revode.engine.branch import BranchError, Template, is_sharded, tensor_leaves
+from revode.engine.replay import version_of
+from revode.engine.step import Step
+from revode.engine.tracing import compilation_is_possible, eagerly
+from revode.schemes import OpenState, State
+
+Pair = tuple[Any, Any]
+"""A pair of states, of which one may be missing."""
+
+
+class Path:
+    """The steps of one forward pass, and the pairs that are kept of it.
+
+    The pair before step k has the position k.
+
+    Args:
+        length: how many steps lie between two pairs that are kept; None keeps the newest pair only.
+        verifies: whether to check that the walk back ends where forward began.
+    """
+
+    def __init__(self, length: int | None = None, verifies: bool = True) -> None:
+        self.length = length
+        self.verifies = verifies
+        self.steps: list[Step] = []
+        self.first = 0
+        """The position at which the walk back ends: nothing before it needs a gradient."""
+        self.kept: dict[int, Pair] = {}
+        """Pairs by their position; the second member is None where the pair before is kept too, so that nobody needs it."""
+        self._versions: dict[int, list[int | None]] = {}
+        self._at_hand: tuple[int, Pair] | None = None
+        self._end: tuple[int, Tensor] | None = None
+        """The position that the walk back began from, and the size of a state there."""
+        self._memory: dict[tuple[int, int], Tensor] = {}
+        """Memory for small gradients, by position and number; see ``_reserve``."""
+        self._layout: Any = None
+        self._lock = threading.RLock()
+
+    def run(self, branch: nn.Module, make: Callable[[], Step], p: Tensor | None, q: Tensor) -> tuple[State, Any]:
+        """Return the pair behind a step, and the branch's aux; the step becomes one node of autograd's graph.
+
+        Args:
+            branch: the branch of the step.
+            make: makes the step. It is called where the parameters of a sharded branch are whole.
+            p: the older state, if there is one.
+            q: the newer state.
+        """
+
+        def run(p: Tensor | None, q: Tensor) -> tuple[State, Any]:
+            return self.run_here(make, p, q)[:2]
+
+        return _inside_call(branch, run, p, q) if is_sharded(branch) else run(p, q)
+
+    def run_here(self, make: Callable[[], Step], p: Tensor | None, q: Tensor) -> tuple[State, Any, Any]:
+        """Return the pair behind a step, the branch's aux and its evaluation, inside a call of the branch."""
+        step = make()
+        self._add(step, p, q)
+        outputs: Any = self._apply(step, p, q)
+        return outputs[:2], None if step.aux is None else step.aux.fill(outputs[2:]), step.evaluation
+
+    def run_all(self, steps: Sequence[Step], p: Tensor | None, q: Tensor) -> State:
+        """Return the pair behind all steps, which end the path.
+
+        The nodes are made first, on placeholders that have the shape of the states and next to no memory: small objects that
+        live on, allocated between states that come and go, would pin the heap of a CPU, and the process would grow with depth
+        although nothing is kept.
+        """
+        pair: OpenState = p, q
+        for step in steps:
+            self._add(step, *pair)
+            step.is_planned = True
+            pair = self._apply(step, *pair)
+        with torch.no_grad():
+            for step in steps:
+                p, q = q, self.advance(step, p, q)[0]
+        assert p is not None
+        ended: Any = _End.apply(self, (p, q), *pair)
+        return ended
+
+    def _add(self, step: Step, p: Tensor | None, q: Tensor) -> None:
+        step.position = len(self.steps)
+        self.steps.append(step)
+        if not (q.requires_grad or (p is not None and p.requires_grad)):
+            self.first, self.kept = step.position, {}
+
+    def _apply(self, step: Step, p: Tensor | None, q: Tensor) -> Any:
+        return _Node.apply(self, step, p, q, *step.tensors())
+
+    def advance(self, step: Step, p: Tensor | None, q: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Run a step forward and keep what its way back needs; return q' and the tensors of the branch's aux."""
+        index, keeps_aux = step.position, step.evaluation.context.keeps_aux
+        begins = self._keeps(index)
+        alone = begins and self._keeps(index + 1)
+        judged = begins and self.verifies and q.numel() > 0 and arrival.can_be_judged(q)
+        watched = judged and not (alone and step.evaluation.writes_over_value)
+        q_next, aux = step.advance(p, q, watched, keeps_remainder=not begins)
+        if not begins:
+            self.kept.pop(index, None)
+        pair = self.kept[index + 1] = q.detach(), None if alone else q_next.detach()
+        self._versions = {**(self._versions if self.length else {}), index + 1: _versions_of(pair)}
+        if not keeps_aux:
+            return q_next, []
+        step.aux = Template(aux)
+        return q_next, [tensor.clone() for tensor in tensor_leaves(aux)]  # never a view of a state or an input
+
+    def _keeps(self, position: int) -> bool:
+        """Return whether the walk back ends at this position, or begins anew there."""
+        return position <= self.first or (self.length is not None and position % self.length == 0)
+
+    def close(self, state: State, aux: Sequence[Any]) -> tuple[State, list[Any]]:
+        """Return the final pair and all aux behind a last node, which saves what the path keeps.
+
+        So hooks on saved tensors (``save_on_cpu``) and torch's version checks see it.
+        """
+        template, tensors = Template(list(aux)), tensor_leaves(list(aux))
+        p, q, *tensors = _End.apply(self, None, *state, *tensors)  # type: ignore[misc]
+        return (p, q), template.fill(tensors)
+
+    def pack(self) -> list[Tensor | None]:
+        """Return the tensors that the path keeps, which it then holds no longer."""
+        arguments = {id(step.evaluation.arguments): step.evaluation.arguments for step in self.steps}
+        holders = [step for step in self.steps if step.remainder is not None or step.fingerprints]
+        self._layout = list(self.kept), holders, list(arguments.values())
+        tensors: list[Tensor | None] = [tensor for pair in self.kept.values() for tensor in pair]
+        for step in holders:
+            tensors += [step.remainder, *step.fingerprints]
+        for each in arguments.values():
+            tensors += each.tensors
+            each.trained = []
+        self._drop()
+        return tensors
+
+    def _drop(self) -> None:
+        """Let go of what was packed."""
+        self.kept, self._versions, self._at_hand, self._end = {}, {}, None, None
+        _, holders, arguments = self._layout
+        for step in holders:
+            step.remainder, step.fingerprints = None, [None] * len(step.fingerprints)
+        for each in arguments:
+            each.tensors = [None] * len(each.tensors)
+
+    def unpack(self, tensors: Sequence[Tensor]) -> None:
+        """Hold these tensors again, which ``pack`` returned."""
+        positions, holders, arguments = self._layout
+        following = iter(tensors)
+        with self._lock:
+            self._at_hand = None
+            self.kept = {position: (next(following), next(following)) for position in positions}
+            for step in holders:
+                step.remainder = next(following)
+                step.fingerprints = [next(following) for _ in step.fingerprints]
+            for each in arguments:
+                each.tensors = [next(following) for _ in each.tensors]
+                each.versions = [version_of(tensor) for tensor in each.tensors]
+
+    def retreat(self, step: Step, gp: Tensor | None, g: Tensor | None, g_aux: Sequence[Tensor | None]) -> Any:
+        """Run a step backward; return the gradients by p, by q and by the branch's tensors."""
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph=True (a gradient of the gradient) needs the activations: "
+                "build this ReversibleSequence with backprop='store'"
+            )
+        with self._lock, step.evaluation.context.kernels.restore():
+            self._check(step)
+            index, inverts = step.position, not self._keeps(step.position)
+            q, q_next = self._pair_behind(index)
+            u, p, (g, gq, products) = step.retreat(q, q_next if inverts else None, gp, g, g_aux)
+            self._at_hand = (index, (p, q)) if inverts else None
+            if step.fingerprints:
+                self._verify(step, q, u)
+            products = self._placed(step, products)
+            self._let_go(step)
+            return g, gq, *products
+
+    def _check(self, step: Step) -> None:
+        if step.is_released:
+            raise RuntimeError(
+                "trying to go back through a reversible branch a second time, but what it kept was freed: call the first "
+                "backward() with retain_graph=True"
+            )
+        step.evaluation.check_unchanged()
+
+    def _pair_behind(self, index: int) -> Pair:
+        """Return the pair behind the step at `index`: at hand, kept, or rebuilt from the next one without gradients."""
+        start, pair = self._at_hand or (-1, None)
+        self._at_hand = None
+        if pair is None or start <= index:
+            start = min((position for position in self.kept if position > index), default=-1)
+            if start < 0:
+                raise RuntimeError(
+                    "the states behind a reversible branch were freed by an earlier backward pass: call that one with "
+                    "retain_graph=True"
+                )
+            pair = self.kept[start]
+            if self._versions.get(start, _versions_of(pair)) != _versions_of(pair):
+                raise RuntimeError(
+                    "a state of a reversible walk was modified in place between forward and backward: change a copy of it"
+                )
+            self._reserve(index, start)
+            if self.verifies:
+                self._end = start, arrival.size(pair[0])
+        for step in reversed(self.steps[index + 1 : start]):
+            self._check(step)
+            q, q_next = pair
+            pair = step.rebuild(q, q_next), q
+        return pair
+
+    def _reserve(self, index: int, start: int) -> None:
+        """Take memory for the small gradients of the steps from `index` down, if none was taken yet.
+
+        Small tensors that live on, allocated between large ones that come and go, would pin the heap of a CPU: the process
+        would grow with depth although nothing is kept. Large ones live in pages of their own.
+        """
+        if any(position < start for position, _ in self._memory):
+            return
+        self._memory = {
+            (step.position, number): torch.empty_like(tensor)
+            for step in self.steps[self.first : index + 1]
+            if not step.is_released
+            for number, tensor in enumerate(step.parameters())
+            if _pins_the_heap(tensor)
+        }
+
+    def _placed(self, step: Step, products: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Return gradients of which the small ones are copied to the memory that was taken for them."""
+        if not self._memory:
+            return products
+        placed, copied = list(products), []
+        for number, product in enumerate(products):
+            memory = self._memory.pop((step.position, number), None)
+            if memory is not None and product is not None and product.layout == torch.strided:
+                placed[number] = memory
+                copied.append((memory, product))
+        if copied:
+            torch._foreach_copy_([to for to, _ in copied], [product for _, product in copied])  # pyright: ignore[reportPrivateImportUsage]
+        return placed
+
+    def _let_go(self, step: Step) -> None:
+        """Free what the walk back no longer needs, as autograd does: unless the graph is retained."""
+        retained = _graph_is_retained()
+        if not retained:
+            step.release()
+            self.kept.pop(step.position + 1, None)
+        if step.position == self.first and self._layout is not None:
+            self._drop()
+            self._layout = self._layout if retained else None
+
+    def _verify(self, step: Step, q: Tensor, u: Tensor | None) -> None:
+        """Compare what the walk back arrived at with what forward had seen: the first state, and perhaps F of it."""
+        assert self._end is not None
+        context, then = step.evaluation.context, step.fingerprints
+        arrived = [q] if len(then) == 1 or u is None else [q, u]
+        stop, end = self._end
+        exactly, dtype = context.grid is not None, q.dtype
+        # Beside the states at the end, a first state of zeros is rebuilt to rounding only.
+        floor = arrival.rounding(dtype, stop - step.position) * end
+        floors = (floor, floor + 1e-6 * torch.linalg.vector_norm(then[0]))
+        distances = torch.stack(
+            [
+                arrival.distance(arrival.fingerprint(tensor, exactly), known, tensor, smallest)
+                for tensor, known, smallest in zip(arrived, then, floors, strict=False)
+            ]
+        )
+        first, last = step.evaluation, self.steps[stop - 1].evaluation
+        where = f"branches {first.index} to {last.index}"
+        arrival.post(
+            distances, lambda found: arrival.judge(found, dtype, exactly, where, lambda: not context.warns_of("drift"))
+        )
+
+
+def _pins_the_heap(tensor: Tensor) -> bool:
+    """Return whether a tensor like this one lies between others on the heap of a CPU. (Devices keep small ones apart.)"""
+    is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu"
+    return is_plain and tensor.numel() * tensor.element_size() < 1 << 17
+
+
+def _versions_of(pair: Pair) -> list[int | None]:
+    return [None if tensor is None else version_of(tensor) for tensor in pair]
+
+
+class _Node(torch.autograd.Function):
+    """One step: takes the pair and the tensors of its branch, returns the pair and the branch's aux."""
+
+    @staticmethod
+    def forward(ctx: Any, path: Path, step: Step, p: Tensor | None, q: Tensor, *tensors: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.path, ctx.step = path, step
+        if step.is_planned:
+            return _placeholder(q), _placeholder(q)
+        q_next, aux = path.advance(step, p, q)
+        _mark_what_has_no_gradient(ctx, aux)
+        return torch.ops.aten.alias(q), q_next, *aux
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        gp, g, *g_aux = grad_outputs
+        retreat = eagerly(Path.retreat) if compilation_is_possible() else Path.retreat
+        return None, None, *retreat(ctx.path, ctx.step, gp, g, g_aux)
+
+
+class _End(torch.autograd.Function):
+    """The end of a path: returns what it is given, or the pair that stands behind placeholders; saves what the path keeps."""
+
+    @staticmethod
+    def forward(ctx: Any, path: Path, state: State | None, p: Tensor, q: Tensor, *aux: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.path = path
+        ctx.save_for_backward(*path.pack())
+        _mark_what_has_no_gradient(ctx, aux)
+        p, q = state or (p, q)
+        return tuple(torch.ops.aten.alias(tensor) for tensor in (p, q, *aux))
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        ctx.path.unpack(ctx.saved_tensors)
+        return None, None, *grad_outputs
+
+
+def _placeholder(state: Tensor) -> Tensor:
+    """Return a tensor that looks like a state to autograd, in the memory of one element."""
+    return state.new_empty(()).expand(state.shape)
+
+
+def _mark_what_has_no_gradient(ctx: Any, tensors: Sequence[Tensor]) -> None:
+    without = [tensor for tensor in tensors if not (tensor.is_floating_point() or tensor.is_complex())]
+    if without:
+        ctx.mark_non_differentiable(*without)
+
+
+def _graph_is_retained() -> bool:
+    """Return whether this backward pass may be repeated (``retain_graph=True``)."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class _Hidden:
+    """Outputs that FSDP2's hooks do not see: they warn of views, and the first member of a pair is one."""
+
+    def __init__(self, *outputs: Any) -> None:
+        self.outputs = outputs
+
+
+def _inside_call(branch: nn.Module, run: Any, p: Tensor | None, q: Tensor) -> tuple[State, Any]:
+    """Call `run` inside a call of `branch`, so that the module's hooks stay outside the node that it makes.
+
+    FSDP2's hooks gather the parameters before it, and before its backward. A shallow twin of the module is called, with the
+    hooks of the module and this ``forward``: nothing is changed on the module itself, which other threads may call.
+    """
+    twin = object.__new__(type(branch))
+    twin.__dict__.update(vars(branch))
+
+    def forward(p: Tensor | None, q_given: Tensor) -> Any:
+        if q_given.dtype != q.dtype:
+            raise BranchError(
+                f"{type(branch).__name__} is sharded with a policy that casts the states from {q.dtype} to {q_given.dtype}: "
+                "use MixedPrecisionPolicy() without param_dtype, and autocast"
+            )
+        (p, q_next), aux = run(p, q_given)
+        return q_next, _Hidden(p, aux)
+
+    twin.__dict__["forward"] = forward
+    q_next, hidden = twin(p, q)
+    return (hidden.outputs[0], q_next), hidden.outputs[1]

@@ -1,0 +1,122 @@
+"""`Walk`: branches in a loop of the user's own, each reversible."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from revode.engine import arrival
+from revode.engine.branch import Arguments, Context, tensor_leaves
+from revode.engine.grid import with_strides
+from revode.engine.path import Path
+from revode.engine.replay import Autocast
+from revode.engine.step import step_of
+from revode.engine.stored import Pass
+from revode.engine.strategy import Strategy
+from revode.engine.tracing import compilation_is_possible, eagerly
+from revode.schemes import Coupling, OpenState, Scheme, State
+
+
+class Walk:
+    """One forward pass through residual branches, in a loop of your own that may decide its steps on the way.
+
+    Each branch is one autograd node that saves no activations. Only the newest pair of states is kept.
+
+    >>> walk = Walk(MidPoint(h=0.1))
+    >>> state = walk.enter(torch.randn(2, 4))
+    >>> for branch in [nn.Linear(4, 4), nn.Linear(4, 4)]:
+    ...     state = walk.step(branch, state)
+    >>> walk.leave(state).sum().backward()
+
+    A state is a pair of tensors; the newer one is ``state[1]``. Losses may use the state of any step. A step from another
+    pair than the newest is right too: there the pair before is kept, and a new stretch begins.
+
+    Args:
+        scheme: the integrator.
+        split_dim: the dimension that splitting schemes halve, as for `ReversibleSequence`.
+        options: of `Strategy`: ``backprop``, ``exact``, ``anchor_every``, ``verify``.
+    """
+
+    def __init__(self, scheme: Scheme, *, split_dim: int | None = None, **options: Any) -> None:
+        self.scheme = scheme
+        self.split_dim = split_dim
+        self.strategy = Strategy().replace(**options)
+        self.strategy.check_scheme(scheme)
+        if self.strategy.memory_budget is not None or self.strategy.compile:
+            raise ValueError("a Walk takes no memory_budget and does not compile: use ReversibleSequence")
+        self.num_steps = 0
+        self._warned: set[str] = set()
+        self._path: Path | None = None
+        self._newest: tuple[Any, ...] | None = None
+
+    def enter(self, x: Tensor) -> OpenState:
+        """Return the pair that x enters the walk with: its halves, or (nothing, x)."""
+        p, q = self.scheme.init(x, self.split_dim)
+        q = self._enter_tensor(q)
+        return None if p is None else with_strides(self._enter_tensor(p), q.stride()), q
+
+    def _enter_tensor(self, x: Tensor) -> Tensor:
+        return entered(x, self.strategy.grid_for(self.scheme))
+
+    def step(self, branch: nn.Module, state: OpenState, *, coupling: Coupling | None = None, **kwargs: Any) -> State:
+        """Return the pair behind one branch.
+
+        Args:
+            branch: a module that keeps shape and dtype of ``state[1]``, without a skip connection.
+            state: the pair before it.
+            coupling: the coefficients of this step; the scheme's unless given.
+            kwargs: keyword arguments of the branch; tensors among them get their gradients.
+        """
+        step = eagerly(Walk._step) if compilation_is_possible() else Walk._step
+        return step(self, branch, state, coupling, kwargs)
+
+    def _step(self, branch: nn.Module, state: OpenState, coupling: Coupling | None, kwargs: dict[str, Any]) -> State:
+        arrival.check_arrived()
+        (p, q), index = state, self.num_steps
+        scheme = self.scheme if branch.training else self.scheme.in_eval()
+        context = Context(q.device, self.strategy.grid_for(scheme), warned=self._warned)
+        if coupling is None:
+            (coupling,) = scheme.couplings(1, q, p is not None, index)
+        self.num_steps += 1
+        try:
+            if self._records() and _require_grad([p, q, *tensor_leaves(kwargs), *branch.parameters()]):
+                path = self._path if self._goes_on_from(state) else None
+                path = path or Path(self.strategy.segment_length(scheme, 0) or None, self.strategy.verify)
+                make = functools.partial(step_of, context, index, branch, coupling, Arguments(kwargs), q)
+                pair, _ = path.run(branch, make, p, q)
+            else:
+                path, pair = None, (q, Pass([branch], [coupling], context, kwargs, index).advance(0, p, q))
+        finally:
+            context.close()
+        self._path, self._newest = path, (*pair, *(tensor._version for tensor in pair))
+        return pair
+
+    def _records(self) -> bool:
+        """Return whether steps become nodes of a path; else they are ordinary autograd."""
+        return torch.is_grad_enabled() and self.strategy.backprop != "store"
+
+    def _goes_on_from(self, state: OpenState) -> bool:
+        """Return whether a pair is what this walk made last, as it was."""
+        if self._newest is None or state[0] is not self._newest[0] or state[1] is not self._newest[1]:
+            return False
+        return self._newest[2:] == tuple(tensor._version for tensor in state if tensor is not None)
+
+    def leave(self, state: State) -> Tensor:
+        """Return the readout of a pair."""
+        return self.scheme.readout(state, self.split_dim)
+
+
+def entered(x: Tensor, grid: Any) -> Tensor:
+    """Return x as it enters a walk: ours alone, in the state's dtype and on the grid."""
+    if not x.is_floating_point():
+        raise ValueError(f"a state must be a floating-point tensor, got dtype {x.dtype}")
+    if x.dtype in (torch.float16, torch.bfloat16) and Autocast(x.device.type).enabled:
+        x = x.float()
+    return x.clone() if grid is None else grid.round(x)
+
+
+def _require_grad(tensors: Any) -> bool:
+    return any(tensor is not None and tensor.requires_grad for tensor in tensors)

@@ -1,0 +1,27 @@
+"""Errors for people: a name that does not exist, with the nearest ones."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def unknown(kind: str, name: str, choices: Iterable[str], way_out: str = "") -> ValueError:
+    """The error for a name that does not exist: one sentence with the nearest names and the way out.
+
+    Args:
+        kind: What was named, as ``"data set"``.
+        name: The name.
+        choices: The names that exist.
+        way_out: Where all names are found; unless given, they are listed.
+    """
+    choices = list(choices)
+    near = nearest(name, choices)
+    hint = f"; nearest: {', '.join(near)}" if near else ""
+    way_out = way_out or f"choose one of {', '.join(choices)}"
+    return ValueError(f"unknown {kind} {name!r}{hint}; {way_out}")
+
+
+def nearest(name: str, choices: Iterable[str]) -> list[str]:
+    """Up to three of the choices that look like `name`, the most similar first."""
+    return difflib.get_close_matches(name, list(choices), n=3, cutoff=0.5)

@@ -1,0 +1,167 @@
+"""Small tools of the laboratory: JSON files, locks, units, the machine.
+
+Nothing heavy is imported at the top, so that ``--help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from revode.files import write_atomically
+
+_LOCK = ".lock"
+
+
+def write_json(path: Path, values: Any) -> None:
+    """Write `values` as indented JSON, atomically."""
+    write_atomically(path, json.dumps(values, indent=2, allow_nan=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """The values in `path`, or None if it does not exist."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is damaged ({error}); delete it and run the command again") from error
+
+
+def read_json_lines(path: Path) -> list[Any]:
+    """The values in a file with one JSON value a line; a line cut short by a crash is left out, no file has no lines."""
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError):
+            rows.append(json.loads(line))
+    return rows
+
+
+class Taken(ValueError):
+    """Another process writes a folder."""
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Create `folder` and be its only writer until the end. The lock dies with the process, however that ends.
+
+    Raises:
+        Taken: Another process writes it.
+        ValueError: It cannot be written.
+    """
+    from filelock import FileLock, Timeout
+
+    path = folder / _LOCK
+    lock = FileLock(path, timeout=0, mode=0o666 & ~umask())
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except Timeout as error:
+        owner = path.read_text(errors="replace").strip()
+        raise Taken(
+            f"another process{f' ({owner})' if owner else ''} is working in {folder}; wait for it, stop it, "
+            "or choose another directory"
+        ) from error
+    except OSError as error:
+        raise ValueError(f"cannot write to {folder} ({error.strerror}); choose another directory") from error
+    try:
+        with contextlib.suppress(OSError):
+            path.write_text(str(os.getpid()))
+        yield
+    finally:
+        lock.release()
+
+
+def umask() -> int:
+    """The process's file mode mask; it can only be read by setting it."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def human_bytes(count: float) -> str:
+    """A number of bytes with three digits, as B, kB, MB, GB or TB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 999.5:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def human_time(seconds: float) -> str:
+    """A duration as s, min or h."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    if seconds < 6000:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"
+
+
+def human_range(seconds: float) -> str:
+    """An estimate of a duration, which other programs and other networks may miss by a factor of 1.5."""
+    return f"{human_time(seconds / 1.5)} to {human_time(1.5 * seconds)}"
+
+
+def versions() -> dict[str, str]:
+    """Name -> version of what computes."""
+    import numpy
+    import torch
+
+    import revode
+
+    return {
+        "revode": revode.__version__,
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def machine(device: Any = "cpu") -> dict[str, Any]:
+    """The hardware that computes on `device`, in words and numbers."""
+    import torch
+
+    found = {
+        "system": f"{platform.system()} {platform.machine()}",
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "device": str(device),
+    }
+    if torch.device(device).type == "cuda":
+        found["gpu"] = torch.cuda.get_device_name(device)
+    return found
+
+
+def processor() -> str:
+    """The CPU's name, its widest vector instructions and the memory, as far as the system tells."""
+    import torch
+
+    name, memory = platform.processor() or platform.machine(), ""
+    with contextlib.suppress(OSError, ValueError):
+        pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+        memory = f", {pages * size / 1e9:.0f} GB of memory"
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
+    return f"{name} ({torch.backends.cpu.get_cpu_capability()}){memory}"
+
+
+def commit() -> str | None:
+    """The commit of this source tree, with ``-dirty`` if files differ from it; None outside a repository."""
+    here = Path(__file__).resolve()
+    try:
+        # An installed copy may lie in some other project's repository, whose commit would say nothing about it.
+        _git(here.parent, "ls-files", "--error-unmatch", here.name)
+        return _git(here.parent, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*") or None
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(folder), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
