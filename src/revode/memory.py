@@ -2,7 +2,8 @@
 
 `SavedTensors` watches everything saved for backward inside a block, `PeakActivations` also what is let go of again, and
 `graph_bytes` asks a graph that already exists. All count each storage once, and leave out what exists anyway (parameters and
-other tensors named by the caller).
+other tensors named by the caller). A walk whose end is not known keeps its newest pair itself, where no hook on saved tensors
+sees it: it tells the counters in `watching`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+watching: list[Any] = []
+"""The counters that are entered, which walks tell what they keep."""
 
 
 def _storage_key(tensor: Tensor) -> tuple[str, int]:
@@ -29,14 +34,27 @@ class SavedTensors:
     def __init__(self, exclude: Iterable[Tensor] = ()) -> None:
         self._excluded = {_storage_key(tensor) for tensor in exclude}
         self._seen: dict[tuple[str, int], Tensor] = {}
-        self.num_bytes = 0
+        self._saved = 0
+        self._walks: dict[object, int] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes counted so far."""
+        return self._saved + sum(self._walks.values())
+
+    def note_walk(self, walk: object, added: Iterable[Tensor], pairs: Iterable[Tensor]) -> None:
+        """Count what a walk keeps: tensors of its last step, and in place of all earlier pairs these."""
+        for tensor in added:
+            self.count(tensor)
+        storages = {_storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in pairs}
+        self._walks[walk] = sum(size for key, size in storages.items() if key not in self._excluded)
 
     def count(self, tensor: Tensor) -> None:
         """Count a tensor that no hook sees, such as an attribute of a custom Function."""
         key = _storage_key(tensor)
         if key not in self._excluded and key not in self._seen:
             self._seen[key] = tensor.detach()  # kept until exit, so that no address is used twice
-            self.num_bytes += tensor.untyped_storage().nbytes()
+            self._saved += tensor.untyped_storage().nbytes()
 
     def _pack(self, tensor: Tensor) -> Tensor:
         self.count(tensor)
@@ -45,9 +63,11 @@ class SavedTensors:
     def __enter__(self) -> SavedTensors:
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
         self._hooks.__enter__()
+        watching.append(self)
         return self
 
     def __exit__(self, *exception: object) -> None:
+        watching.remove(self)
         self._hooks.__exit__(*exception)
         self._seen.clear()
 
@@ -64,14 +84,26 @@ class PeakActivations:
     def __init__(self, exclude: Iterable[Tensor] = ()) -> None:
         self._uses = {tensor.untyped_storage().data_ptr(): 1 for tensor in exclude}
         self._live = self.num_bytes = 0
+        self._followed: Any = WeakTensorKeyDictionary()
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
     def _pack(self, tensor: Tensor) -> Tensor:
         kept = tensor.detach()  # a node that kept its own output would keep itself
-        entry = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
+        self._follow(kept)
+        return kept
+
+    def _follow(self, kept: Tensor) -> None:
+        """Count a tensor until it is gone."""
+        entry = kept.untyped_storage().data_ptr(), kept.untyped_storage().nbytes()
         self._count(*entry, 1)
         weakref.finalize(kept, self._count, *entry, -1).atexit = False  # when the graph lets go of it
-        return kept
+
+    def note_walk(self, walk: object, added: Iterable[Tensor], pairs: Iterable[Tensor]) -> None:
+        """Count what a walk keeps, each tensor until it is gone."""
+        for tensor in (*added, *pairs):
+            if tensor not in self._followed:
+                self._followed[tensor] = True
+                self._follow(tensor)
 
     def _count(self, storage: int, num_bytes: int, change: int) -> None:
         """One more or one less keeps the storage at this address."""
@@ -82,9 +114,11 @@ class PeakActivations:
 
     def __enter__(self) -> PeakActivations:
         self._hooks.__enter__()
+        watching.append(self)
         return self
 
     def __exit__(self, *exception: object) -> None:
+        watching.remove(self)
         self._hooks.__exit__(*exception)
 
 
@@ -149,7 +183,8 @@ def graph_bytes(output: Tensor, inputs: Iterable[Tensor], exclude: Iterable[Tens
 
 def _saved_by(node: Any) -> list[Tensor]:
     """The tensors one node of a graph keeps; not those that hooks would make anew, as torch's checkpoint does."""
-    values: list[Any] = []
+    walk = getattr(node, "path", None)  # of a walk whose end is not known
+    values: list[Any] = [] if walk is None else walk.tensors_kept()
     for name in dir(node):
         if not name.startswith("_raw_saved_"):
             continue

@@ -202,7 +202,9 @@ def test_a_block_that_is_replaced_runs() -> None:
         other(x)
 
 
-@pytest.mark.parametrize(("scheme", "most"), [(MidPoint(0.5), 200), (BLEND, 40), (BDIA(), 40)], ids=repr)
+@pytest.mark.parametrize(
+    ("scheme", "most"), [(MidPoint(0.5), 200), (BLEND, 40), (BDIA(), 40), (BDIA(blend=1 / 16), 90)], ids=repr
+)
 def test_what_is_kept_of_48_layers(scheme: Any, most: int) -> None:
     """With GELU, as in GPT-2. With ReLU, which stores less, halved states in floats keep 1/36 and not 1/40."""
 
@@ -215,7 +217,11 @@ def test_what_is_kept_of_48_layers(scheme: Any, most: int) -> None:
     layer = nn.TransformerEncoderLayer(32, 2, 128, 0.0, "gelu", batch_first=True, norm_first=True)
     model = nn.TransformerEncoder(layer, 48, enable_nested_tensor=False)
     stored = kept(model)
-    assert kept(revode.convert(model, "layers", scheme, verify=False)) <= stored / most
+    revode.convert(model, "layers", scheme, verify=False)
+    if abs(scheme.carry) < 0.5:
+        state = 4 * 16 * 32 * 4
+        assert 48 * state <= kept(model) <= 49 * state  # the first batch chooses the bits: each block keeps its input
+    assert kept(model) <= stored / most
     if abs(scheme.carry) == 0.5:
         exact = revode.convert(revode.revert(model), "layers", scheme, exact=True, verify=False)
         assert kept(exact) <= stored / 100

@@ -7,7 +7,8 @@ import torch
 from allocations import Allocations
 from torch import nn
 
-from revode.memory import SavedTensors, graph_bytes
+import revode
+from revode.memory import PeakActivations, SavedTensors, graph_bytes
 
 
 def test_tanh_saves_its_output() -> None:
@@ -89,3 +90,28 @@ def test_both_agree_on_a_real_branch() -> None:
     counted = graph_bytes(y, [x], branch.parameters())
     assert counted == pytest.approx(saved.num_bytes, rel=0.05)
     assert saved.num_bytes >= 4 * (2 * 4 * 36 + 2 * 2 * 8 * 36)  # x, the first convolution's output, ReLU's output
+
+
+@pytest.mark.parametrize(("blend", "bits"), [(1.0, 0), (0.5, 1), (1 / 16, 4)])
+@pytest.mark.parametrize("num_steps", [5, 50])
+def test_what_a_walk_of_ones_own_keeps_is_counted(num_steps: int, blend: float, bits: int) -> None:
+    """No hook on saved tensors sees it, since the end of such a walk is not known."""
+    x = torch.randn(8, 16)
+    branches = [nn.Linear(16, 16) for _ in range(num_steps)]
+
+    def run() -> torch.Tensor:
+        walk = revode.Walk(revode.MidPoint(0.1, blend=blend), exact=True, verify=False)
+        state = walk.enter(x)
+        for branch in branches:
+            state = walk.step(branch, state)
+        return state[1]
+
+    parameters = [p for branch in branches for p in branch.parameters()]
+    expected = 2 * x.nbytes + (num_steps - 1) * x.numel() * bits // 8  # the first step has no p
+    with SavedTensors(parameters) as saved:
+        y = run()
+    assert saved.num_bytes == expected
+    assert graph_bytes(y, [], parameters) == expected
+    with PeakActivations(parameters) as peak:
+        y = run()
+    assert expected <= peak.num_bytes <= expected + 2 * x.nbytes

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from revode import memory
 from revode.engine import arrival
 from revode.engine.branch import BranchError, Template, is_sharded, tensor_leaves
 from revode.engine.replay import version_of
@@ -51,6 +52,8 @@ class Path:
         self._memory: dict[tuple[int, int], Tensor] = {}
         """Memory for small gradients, by position and number; see ``_reserve``."""
         self._layout: Any = None
+        self.token = object()
+        """Stands for this path in counts of memory, also after it is gone."""
         self._lock = threading.RLock()
 
     def run(self, branch: nn.Module, make: Callable[[], Step], p: Tensor | None, q: Tensor) -> tuple[State, Any]:
@@ -115,6 +118,10 @@ class Path:
             self.kept.pop(index, None)
         pair = self.kept[index + 1] = q.detach(), None if alone else q_next.detach()
         self._versions = {**(self._versions if self.length else {}), index + 1: _versions_of(pair)}
+        if memory.watching and not step.is_planned:
+            pairs = [tensor for pair in self.kept.values() for tensor in pair if tensor is not None]
+            for counter in memory.watching:
+                counter.note_walk(self.token, step.tensors_kept(), pairs)
         if not keeps_aux:
             return q_next, []
         step.aux = Template(aux)
@@ -137,6 +144,8 @@ class Path:
         """Return the tensors that the path keeps, which it then holds no longer."""
         arguments = {id(step.evaluation.arguments): step.evaluation.arguments for step in self.steps}
         holders = [step for step in self.steps if step.remainder is not None or step.fingerprints]
+        for counter in memory.watching:
+            counter.note_walk(self.token, (), ())  # from now on hooks see it
         self._layout = list(self.kept), holders, list(arguments.values())
         tensors: list[Tensor | None] = [tensor for pair in self.kept.values() for tensor in pair]
         for step in holders:
@@ -146,6 +155,11 @@ class Path:
             each.trained = []
         self._drop()
         return tensors
+
+    def tensors_kept(self) -> list[Tensor]:
+        """Return the tensors that the path itself keeps for backward; none once a last node saves them."""
+        pairs = [tensor for pair in self.kept.values() for tensor in pair if tensor is not None]
+        return pairs + [tensor for step in self.steps for tensor in step.tensors_kept()]
 
     def _drop(self) -> None:
         """Let go of what was packed."""

@@ -57,6 +57,11 @@ class Step:
         """Return the parameters among ``tensors``, which come first there."""
         return [self.evaluation.parameters[name] for name in self.evaluation.trained]
 
+    def tensors_kept(self) -> list[Tensor]:
+        """Return the tensors that the way back needs beside the pair."""
+        arguments = [] if self.is_released else self.evaluation.arguments.tensors
+        return [tensor for tensor in (self.remainder, *self.fingerprints, *arguments) if tensor is not None]
+
     def release(self) -> None:
         """Let go of what the way back has used."""
         self.is_released = True
