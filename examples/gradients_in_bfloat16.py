@@ -8,6 +8,8 @@ transition half of the channels are zero, and what is left of a zero after rever
 
 from __future__ import annotations
 
+import argparse
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -38,6 +40,7 @@ def distance(reversed_: Tensor, stored: Tensor) -> str:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     generator = torch.Generator().manual_seed(1)
     images = torch.randn(64, 3, 32, 32, generator=generator).contiguous(memory_format=torch.channels_last)
     labels = torch.randint(10, (64,), generator=generator)

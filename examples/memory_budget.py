@@ -5,6 +5,7 @@
 A Leapfrog sequence of 32 convolution + BatchNorm + ReLU branches (32 channels, 16x16, batch 32, fp32).
 """
 
+import argparse
 import statistics
 import time
 
@@ -49,6 +50,7 @@ def recomputed(net: ReversibleSequence, x: Tensor) -> int:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     x = torch.randn(32, 32, 16, 16)
     most = kept_bytes(build(None, "store"), x)
     nets = {None: build(None)}

@@ -227,7 +227,8 @@ def bars(
 def pictures(rows: Sequence[Sequence[tuple[Any, str]]]) -> str:
     """Rows of images (tensors of channels, height and width), each under its caption.
 
-    An image of three channels has its colours; one channel is drawn in grey, from its least to its largest value.
+    An image of three channels has its colours, as bytes or as fractions of 1. One channel is drawn in grey, from its least to
+    its largest value.
     """
     from matplotlib.figure import Figure
 
@@ -241,7 +242,10 @@ def pictures(rows: Sequence[Sequence[tuple[Any, str]]]) -> str:
         for i, row in enumerate(rows):
             for axes, (image, caption) in zip(grid[i], row, strict=False):
                 pixels = image.detach().permute(1, 2, 0).numpy()
-                shown = pixels.clip(0, 1) if pixels.shape[2] == 3 else pixels[:, :, 0]
+                if pixels.shape[2] != 3:
+                    shown = pixels[:, :, 0]
+                else:
+                    shown = pixels if pixels.dtype == "uint8" else pixels.clip(0, 1)
                 axes.imshow(shown, cmap="gray", interpolation="nearest")
                 axes.set_title(caption, fontsize=9, color=INK)
         return svg(figure)

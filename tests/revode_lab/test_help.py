@@ -1,6 +1,10 @@
-"""Every ``--help`` fits a terminal of 80 columns."""
+"""Every ``--help`` fits a terminal of 80 columns, and examples have one, too."""
 
 from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -20,3 +24,17 @@ def test_help_fits_80_columns(
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) > 5
     assert [line for line in lines if len(line) > 80] == []
+
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_help_of_an_example_runs_nothing(
+    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [str(path), "--help"])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_path(str(path), run_name="__main__")
+    assert stopped.value.code == 0
+    assert "usage:" in capsys.readouterr().out

@@ -39,7 +39,17 @@ def save(model: StagedClassifier | GPT, path: str | os.PathLike[str]) -> None:
         raise ValueError(f"cannot save to {target}: it is a directory, give a file name")
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in _distinct_tensors(model).items()}
     metadata = {"format": FORMAT, "config": json.dumps(model.config.to_dict())}
-    write_atomically(target, serialize(tensors, metadata))
+    write_atomically(target, _with_sorted_metadata(serialize(tensors, metadata)))
+
+
+def _with_sorted_metadata(data: bytes) -> bytes:
+    """Return a safetensors file with its metadata in alphabetical order, so that equal networks give equal files."""
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)  # the format aligns tensors to 8 bytes
+    return len(text).to_bytes(8, "little") + text + data[8 + length :]
 
 
 def load(path: str | os.PathLike[str], **options: Any) -> Any:

@@ -217,8 +217,10 @@ class GPT(nn.Module):
         (``F.linear_cross_entropy`` of torch 2.13 does not do: chunked, it rounds the loss of a bfloat16 model to bfloat16,
         leaves autocast, cannot be compiled, and detaches gradients of gradients without a word.)
         """
+        if tokens.dim() == 2 and tokens.shape[1] < 2:
+            raise ValueError(f"the loss needs at least two tokens, got tokens of shape {tuple(tokens.shape)}")
         x, targets = self.features(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()
-        total = x.new_zeros((), dtype=torch.float32)
+        total = x.new_zeros((), dtype=_loss_dtype(x))
         for rows, wanted in zip(x.split(CHUNK), targets.split(CHUNK), strict=True):
             total = total + checkpoint(_sum_of_losses, rows, self.embedding.weight, wanted, use_reentrant=False)
         return total / targets.numel()
@@ -250,8 +252,13 @@ class GPT(nn.Module):
 build.register(GPTConfig, GPT)  # type: ignore[arg-type] - a network, if not of images
 
 
+def _loss_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
 def _sum_of_losses(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(F.linear(x, weight).float(), targets, reduction="sum")
+    logits = F.linear(x, weight)
+    return F.cross_entropy(logits.to(_loss_dtype(logits)), targets, reduction="sum")
 
 
 def on_tokens(name: str) -> ValueError:

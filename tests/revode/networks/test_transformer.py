@@ -162,9 +162,18 @@ def test_it_is_listed_and_refused_where_images_are_wanted(capsys: pytest.Capture
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
 @pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "bdia"])
-def test_it_is_compiled_as_a_whole(scheme: str) -> None:
+def test_it_is_compiled_around_its_walk(scheme: str) -> None:
+    """The plain network as one graph; a walk breaks it."""
     model, compiled = gpt(scheme), gpt(scheme)
-    torch.compile(compiled.loss, fullgraph=True)(tokens()).backward()
+    torch.compile(compiled.loss, fullgraph=scheme == "none")(tokens()).backward()
     model.loss(tokens()).backward()
     for expected, found in zip(model.parameters(), compiled.parameters(), strict=True):
         torch.testing.assert_close(found.grad, expected.grad, rtol=1e-3, atol=1e-6)
+
+
+def test_the_loss_of_a_gpt_needs_two_tokens_and_has_the_precision_of_the_model() -> None:
+    model = revode.create_model("gpt-mini", depth=2, width=16).double()
+    for length in (0, 1):
+        with pytest.raises(ValueError, match=rf"at least two tokens, got tokens of shape \(3, {length}\)"):
+            model.loss(torch.zeros(3, length, dtype=torch.long))
+    assert model.loss(torch.zeros(3, 2, dtype=torch.long)).dtype == torch.float64

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import base64
+import io
+import re
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from browser import Visit
+from PIL import Image
 from tiny_runs import command, tiny
 from torch import nn
 
 from revode import BDIA, MidPoint, ReversibleSequence
 from revode.networks import create_model
-from revode_lab.charts import shares
+from revode_lab.charts import pictures, shares
 from revode_lab.training import load_run, train
 from revode_lab.training.report import reconstruction_errors
 
@@ -140,3 +145,13 @@ def test_the_browser_test_notices_requests_and_errors(tmp_path):
     visit = Visit(page)
     assert "noticed" in visit.console[0]
     assert len(visit.requests) == 1
+
+
+def test_colour_images_are_drawn_in_their_colours():
+    image = torch.zeros(3, 4, 4, dtype=torch.uint8)
+    image[0], image[2] = 200, 50
+    for given in (image, image / 255):
+        (data,) = re.findall(r"data:image/png;base64,([^\"]+)", pictures([[(given, "red")]]))
+        drawn = np.asarray(Image.open(io.BytesIO(base64.b64decode(data))).convert("RGB"))
+        middle = drawn[drawn.shape[0] // 2, drawn.shape[1] // 2].astype(int)
+        assert np.abs(middle - [200, 0, 50]).max() <= 1
