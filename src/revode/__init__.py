@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from revode.engine import Strategy as Strategy
     from revode.engine import Walk as Walk
     from revode.engine import check as check
+    from revode.engine import check_branch as check_branch
+    from revode.engine import keep as keep
     from revode.fields import AntisymmetricField as AntisymmetricField
     from revode.fields import OneLayerField as OneLayerField
     from revode.fields import SymmetricField as SymmetricField
@@ -50,6 +52,8 @@ _HOMES = {
     "ReversalError": "revode.engine",
     "ReversibleSequence": "revode.engine",
     "check": "revode.engine",
+    "check_branch": "revode.engine",
+    "keep": "revode.engine",
     "Strategy": "revode.engine",
     "Walk": "revode.engine",
     "AntisymmetricField": "revode.fields",

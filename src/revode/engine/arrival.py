@@ -107,7 +107,8 @@ def largest_distance(dtype: torch.dtype, exactly: bool) -> float:
 
 _CAUSES = (
     "A branch may depend on something that changed between forward and backward: a counter, a cache, a plain tensor "
-    "attribute, an option such as Dropout.p, random numbers of a generator that the engine does not know."
+    "attribute, an option such as Dropout.p, random numbers of a generator that the engine does not know. "
+    "revode.check_branch(branch, x) looks for it."
 )
 
 

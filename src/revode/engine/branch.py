@@ -23,7 +23,8 @@ from torch.utils import _pytree as pytree
 from revode.engine.grid import Grid, RangeFlags, with_strides
 from revode.engine.inspection import Contents, contents_of, hooks_hear_every_module
 from revode.engine.randomness import Streams
-from revode.engine.replay import Autocast, Call, Kernels, Record, version_of
+from revode.engine.replay import Call, Record, version_of
+from revode.engine.settings import Autocast, Settings
 from revode.memory import adds, graph_nodes
 from revode.schemes import Coupling, Factor, is_number, times
 from revode.vjp import KnownField
@@ -138,7 +139,7 @@ class Context:
         self.warned = set() if warned is None else warned
         self.traced = torch.compiler.is_compiling()
         self.autocast = Autocast(device.type)
-        self.kernels: Any = None if self.traced else Kernels()
+        self.settings: Any = None if self.traced else Settings()
         self.streams: Any = None if self.traced else Streams()
         self.flags = None if grid is None else RangeFlags(grid)
 
@@ -339,10 +340,13 @@ class Replayed(Evaluation):
             )
         self.arguments.check_unchanged()
 
-    def value(self, q: Tensor) -> tuple[Tensor, Any]:
-        """Return u = F(q) and its aux in forward; what the branch met is recorded."""
+    def value(self, q: Tensor, recomputed: bool = True) -> tuple[Tensor, Any]:
+        """Return u = F(q) and its aux in forward; what the branch met is recorded, if it will be recomputed."""
         first = self.record.first
-        return self.evaluate(q, self.arguments.detached(), lambda q, kwargs: first(q, kwargs, self.call), once=False)
+        call = self.call
+        return self.evaluate(
+            q, self.arguments.detached(), lambda q, kwargs: first(q, kwargs, call, recomputed), once=not recomputed
+        )
 
     def again(self, q: Tensor) -> Tensor:
         """Return u = F(q) once more, without gradients."""
@@ -387,7 +391,14 @@ class Replayed(Evaluation):
         if not outputs:
             return u.detach(), [None] * len(wrt), 1.0
         self._look_at_graph([tensor for tensor, _ in outputs], wrt, coupling)
-        return u.detach(), self._grad([t for t, _ in outputs], [grad for _, grad in outputs], wrt), 1.0
+        products = self._grad([t for t, _ in outputs], [grad for _, grad in outputs], wrt)
+        if None in products[1:] and self.record.reads_a_cache():
+            name = next(name for name, product in zip(self.trained, products[1:], strict=False) if product is None)
+            raise BranchError(
+                f"{self.name} got no gradient for its parameter {name!r}, and its forward left a tensor on the module that the "
+                "recomputation has read: a value that is computed from a parameter must not be cached, compute it in each call"
+            )
+        return u.detach(), products, 1.0
 
     def _grad(self, outputs: list[Tensor], grads: list[Tensor], wrt: list[Tensor]) -> Sequence[Tensor | None]:
         """Run ``torch.autograd.grad`` without its look at shapes, which takes a tenth of a tiny branch's time."""
@@ -453,7 +464,7 @@ class Known(Replayed):
     writes_over_value = True
     branch: KnownField
 
-    def value(self, q: Tensor) -> tuple[Tensor, Any]:
+    def value(self, q: Tensor, recomputed: bool = True) -> tuple[Tensor, Any]:
         try:
             u = self.branch.value(q, self.context.autocast.compute_dtype(q)).to(q.dtype)
         except _FAILURES as error:
@@ -540,6 +551,16 @@ def _unsuitable(branch: nn.Module, contents: Contents) -> str | None:
         return "holds TorchScript code with buffers, which cannot be set back: give the module it was made from"
     if getattr(branch, "_is_replica", False):
         return "is a replica made by nn.DataParallel, whose parameters are copies: use DistributedDataParallel"
+    if contents.minds_precision and _fp8_is_enabled():
+        reason = "runs in FP8 (Transformer Engine), whose scales a recomputation would move a second time"
+        return f"{reason}: leave fp8_autocast, or use backprop='store'"
     if any(is_sharded(module) for module in modules[1:]):
         return "holds a module that is sharded by itself (fully_shard): shard the branch, the sequence or a module around it"
     return None
+
+
+def _fp8_is_enabled() -> bool:
+    """Return whether Transformer Engine computes in FP8 just now."""
+    names = ("transformer_engine.pytorch.quantization", "transformer_engine.pytorch.fp8")
+    managers = [getattr(sys.modules.get(name), "FP8GlobalStateManager", None) for name in names]
+    return any(manager is not None and manager.is_fp8_enabled() for manager in managers)

@@ -92,7 +92,7 @@ def with_strides(x: Tensor, strides: tuple[int, ...]) -> Tensor:
     """x itself if it is laid out so, else a copy that is: kernels may give other bits on another layout."""
     if x.stride() == strides:
         return x
-    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
+    return x.new_empty_strided(x.shape, strides).copy_(x)
 
 
 def magnitude(x: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import inspect
 import itertools
 import threading
 import weakref
+from collections.abc import Iterator
 from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
@@ -45,6 +46,11 @@ KNOWN: set[type] = {
 """Classes whose calls draw only from torch's RNG, and only as `_draws` says. A subclass is not known by its base."""
 _NUM_OF_TORCH = len(vars(nn.Module()))
 """Attributes that every module begins with."""
+
+
+def own_attributes(module: nn.Module) -> Iterator[Any]:
+    """Return the values of the attributes that `module` has beside those of every module."""
+    return itertools.islice(module.__dict__.values(), _NUM_OF_TORCH, None)
 
 
 class Slot(NamedTuple):
@@ -117,8 +123,11 @@ class Contents:
         """Names of the large buffers that calls were seen to change; None before the first call."""
         self._find_tensors(branch)
         modules = self.modules
-        self.is_known = all(_is_known(module) for module in modules)
+        self._unknown = [i for i, module in enumerate(modules) if not _is_known(module)]
+        self.is_known = not self._unknown
         self._drawing = [i for i, module in enumerate(modules) if isinstance(module, _DRAWING) or _is_sequence(module)]
+        self.minds_precision = any(type(module).__module__.startswith("transformer_engine") for module in modules)
+        """Whether it holds modules of Transformer Engine, which may compute in FP8."""
         self.minds_gradients = any(isinstance(module, _MIND_GRADIENTS) for module in modules)
         self.generators: list[Stream] = [] if self.is_known else self._find_generators()
         self.takes = _keywords_of(branch)
@@ -135,6 +144,12 @@ class Contents:
     @property
     def modules(self) -> list[nn.Module]:
         return [self.branch, *self._inner]
+
+    @property
+    def unknown(self) -> list[nn.Module]:
+        """Modules of which nothing is known."""
+        modules = self.modules if self._unknown else []
+        return [modules[i] for i in self._unknown]
 
     @property
     def statistics(self) -> list[tuple[nn.Module, list[Slot]]]:
@@ -160,8 +175,7 @@ class Contents:
             if module._modules:
                 measure += module._modules.values()
             if kind not in _OF_TORCH:
-                own = itertools.islice(attributes.values(), _NUM_OF_TORCH, None)
-                measure += [id(value) for value in own if is_generator(value)]
+                measure += [id(value) for value in own_attributes(module) if is_generator(value)]
         return measure
 
     def fits(self) -> bool:
@@ -183,7 +197,7 @@ class Contents:
                 self.buffers.extend(slot for slot in slots if slot.tensor is not None)
 
     def _find_generators(self) -> list[Stream]:
-        return held_streams(value for module in self.modules if not _is_known(module) for value in held_by(module))
+        return held_streams(value for module in self.unknown for value in held_by(module))
 
     def named_parameters(self, where: str) -> dict[str, Tensor]:
         """The parameters as they are now, by name."""

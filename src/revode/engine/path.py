@@ -8,6 +8,7 @@ second try after an exception). So every order of backward passes is right.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -104,7 +105,9 @@ class Path:
             self.first, self.kept = step.position, {}
 
     def _apply(self, step: Step, p: Tensor | None, q: Tensor) -> Any:
-        return _Node.apply(self, step, p, q, *step.tensors())
+        tensors = step.tensors()
+        step.has_gradient = any(tensor is not None and tensor.requires_grad for tensor in (p, q, *tensors))
+        return _Node.apply(self, step, p, q, *tensors)
 
     def advance(self, step: Step, p: Tensor | None, q: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Run a step forward and keep what its way back needs; return q' and the tensors of the branch's aux."""
@@ -113,7 +116,7 @@ class Path:
         alone = begins and self._keeps(index + 1)
         judged = begins and self.verifies and q.numel() > 0 and arrival.can_be_judged(q)
         watched = judged and not (alone and step.evaluation.writes_over_value)
-        q_next, aux = step.advance(p, q, watched, keeps_remainder=not begins)
+        q_next, aux = step.advance(p, q, watched, not begins)
         if not begins:
             self.kept.pop(index, None)
         pair = self.kept[index + 1] = q.detach(), None if alone else q_next.detach()
@@ -143,13 +146,13 @@ class Path:
     def pack(self) -> list[Tensor | None]:
         """Return the tensors that the path keeps, which it then holds no longer."""
         arguments = {id(step.evaluation.arguments): step.evaluation.arguments for step in self.steps}
-        holders = [step for step in self.steps if step.remainder is not None or step.fingerprints]
+        holders = [step for step in self.steps if step.own_tensors() != [None]]
         for counter in memory.watching:
             counter.note_walk(self.token, (), ())  # from now on hooks see it
         self._layout = list(self.kept), holders, list(arguments.values())
         tensors: list[Tensor | None] = [tensor for pair in self.kept.values() for tensor in pair]
         for step in holders:
-            tensors += [step.remainder, *step.fingerprints]
+            tensors += step.own_tensors()
         for each in arguments.values():
             tensors += each.tensors
             each.trained = []
@@ -166,7 +169,7 @@ class Path:
         self.kept, self._versions, self._at_hand, self._end = {}, {}, None, None
         _, holders, arguments = self._layout
         for step in holders:
-            step.remainder, step.fingerprints = None, [None] * len(step.fingerprints)
+            step.set_own_tensors(itertools.repeat(None))
         for each in arguments:
             each.tensors = [None] * len(each.tensors)
 
@@ -178,8 +181,7 @@ class Path:
             self._at_hand = None
             self.kept = {position: (next(following), next(following)) for position in positions}
             for step in holders:
-                step.remainder = next(following)
-                step.fingerprints = [next(following) for _ in step.fingerprints]
+                step.set_own_tensors(following)
             for each in arguments:
                 each.tensors = [next(following) for _ in each.tensors]
                 each.versions = [version_of(tensor) for tensor in each.tensors]
@@ -191,7 +193,7 @@ class Path:
                 "create_graph=True (a gradient of the gradient) needs the activations: "
                 "build this ReversibleSequence with backprop='store'"
             )
-        with self._lock, step.evaluation.context.kernels.restore():
+        with self._lock, step.evaluation.context.settings.restore():
             self._check(step)
             index, inverts = step.position, not self._keeps(step.position)
             q, q_next = self._pair_behind(index)

@@ -9,6 +9,8 @@ which knows branches of one kind again by itself. Compile time does not grow wit
 from __future__ import annotations
 
 import copy
+import functools
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from revode.engine.grid import Grid, with_strides
-from revode.engine.replay import Autocast
+from revode.engine.settings import Autocast
 from revode.operators import Bias, along_channels
 from revode.schemes import Coupling, is_number
 from revode.vjp import KnownField, Normalize, Record, Statistics, batch_norm
@@ -36,9 +38,15 @@ def compile_branches(branches: Sequence[nn.Module]) -> None:
     dynamo.allow_unspec_int_on_nn_module = True
     dynamo.recompile_limit = max(dynamo.recompile_limit, 8 + 2 * len(branches))
     dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, 32 * len(branches))
+    compiled = torch.compile(_call)
     for branch in branches:
         if branch._compiled_call_impl is None:
-            branch.compile()
+            branch._compiled_call_impl = functools.partial(compiled, branch)
+
+
+def _call(branch: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call a branch. Dynamo compiles no frame of torch.nn itself, such as that of ``nn.Sequential``, but inlines it here."""
+    return branch._call_impl(*args, **kwargs)
 
 
 class CompiledField:
@@ -250,7 +258,8 @@ class _Kind:
                 remaining = iter(given)
                 return function(*(next(remaining) if here else None for here in present))
 
-            compiled = self._compiled[key] = _compile(of_given, given)
+            with _compiling:
+                compiled = self._compiled[key] = self._compiled.get(key) or _compile(of_given, given)
         with Autocast(given[0].device.type).disabled():  # it casts by itself
             return compiled(*given)
 
@@ -297,9 +306,10 @@ def _normalize_by(statistics: Sequence[Tensor], running: Sequence[Tensor]) -> No
         if given:
             mean, inverse_std = given.pop(0), given.pop(0)
         else:
-            # Sums of differences from one of the values: a single pass, as precise as two unless that value is far off.
+            # Sums of differences from the mean of a sixteenth: little more than one pass, as precise as two. (A single value as
+            # the origin could be an outlier, whose square then swallows the variance.)
             dims = (0, *range(2, x.dim()))
-            origin = wide.select(0, 0).flatten(1).select(1, 0) if x.dim() > 2 else wide.select(0, 0)
+            origin = wide[: -(-len(x) // 16)].mean(dims)
             away = wide - along_channels(origin, x, 1)
             offset = away.mean(dims)
             variance = away.square().mean(dims) - offset.square()
@@ -319,6 +329,8 @@ def _normalize_by(statistics: Sequence[Tensor], running: Sequence[Tensor]) -> No
 
 
 _kinds: dict[Any, _Kind] = {}
+_compiling = threading.RLock()
+"""Held while a function is traced and compiled: tracing lends tensors to a kind's template, and inductor is not thread-safe."""
 
 
 def _kind_of(field: KnownField, tensors: Sequence[Tensor], dtype: torch.dtype) -> _Kind:
@@ -332,6 +344,7 @@ def _kind_of(field: KnownField, tensors: Sequence[Tensor], dtype: torch.dtype) -
     numbers = frozenset(own.items() - {("training", field.training)})
     shapes = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors)
     key = (type(field), field.activation, numbers, children, shapes, tensors[0].device, dtype, torch.get_num_threads())
-    if key not in _kinds:
-        _kinds[key] = _Kind(field, dtype)
-    return _kinds[key]
+    with _compiling:
+        if key not in _kinds:
+            _kinds[key] = _Kind(field, dtype)
+        return _kinds[key]

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 
-from revode.engine.inspection import Contents, Slot, evaluating
+from revode.engine.inspection import Contents, Slot, evaluating, own_attributes
 from revode.engine.randomness import (
     Draws,
     Stream,
@@ -29,6 +31,7 @@ from revode.engine.randomness import (
     held_streams,
     undo,
 )
+from revode.engine.settings import Autocast
 from revode.engine.tracing import compilation_is_possible, holds_compiled
 
 Call = Callable[[Tensor, dict[str, Any]], Any]
@@ -37,77 +40,68 @@ SMALL = 4096
 """Elements of a buffer that is copied before every call; a larger one only if calls are known to change it."""
 
 
-class Autocast:
-    """The autocast state of a device type at construction, to be entered again later.
-
-    The weight cache is off inside: a cast made without gradient tracking must not be found by code that needs one.
-    """
-
-    def __init__(self, device_type: str) -> None:
-        self.device_type = device_type
-        self.available = torch.amp.is_autocast_available(device_type)
-        self.enabled = self.available and torch.is_autocast_enabled(device_type)
-        self.dtype = torch.get_autocast_dtype(device_type) if self.available else torch.float32
-
-    def compute_dtype(self, q: Tensor) -> torch.dtype:
-        """What convolutions of q compute in."""
-        return self.dtype if self.enabled and q.dtype != torch.float64 else q.dtype
-
-    def differs(self) -> bool:
-        """Return whether autocast has to be entered or left for a recomputation here and now."""
-        return self.enabled or (self.available and torch.is_autocast_enabled(self.device_type))
-
-    def restore(self) -> contextlib.AbstractContextManager[Any]:
-        if not self.differs():
-            return contextlib.nullcontext()
-        return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=False)
-
-    def disabled(self) -> contextlib.AbstractContextManager[Any]:
-        """No autocast inside, whatever the backward pass is called under."""
-        if not (self.available and torch.is_autocast_enabled(self.device_type)):
-            return contextlib.nullcontext()
-        return torch.autocast(self.device_type, enabled=False)
+_calls = threading.local()
+"""``stack``: the records whose branches this thread evaluates just now, each with what is left to read of what it kept; None
+in forward, where it is written."""
 
 
-_KERNEL_FLAGS = (
-    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
-    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
-    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
-    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
-    (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),  # type: ignore[attr-defined]
-)
-"""Settings that choose between kernels of different bits, each with the function that sets it."""
-
-
-class Kernels:
-    """Which kernels torch was told to use at construction (``sdpa_kernel``, ``torch.backends.mkldnn.flags``)."""
-
-    def __init__(self) -> None:
-        self.flags = [read() for read, _ in _KERNEL_FLAGS]
-
-    @contextlib.contextmanager
-    def restore(self) -> Iterator[None]:
-        outside = [read() for read, _ in _KERNEL_FLAGS]
-        if outside == self.flags:
-            yield
-            return
-        self._set(self.flags)
-        try:
-            yield
-        finally:
-            self._set(outside)
-
-    def _set(self, flags: list[bool]) -> None:
-        for (_, write), flag in zip(_KERNEL_FLAGS, flags, strict=True):
-            write(flag)
-
-
-_replaying = threading.local()
+def _stack() -> list[tuple[Record, Iterator[Tensor] | None]]:
+    return _calls.__dict__.setdefault("stack", [])
 
 
 def is_replaying() -> bool:
     """Return whether this thread is recomputing a branch."""
-    return getattr(_replaying, "depth", 0) > 0
+    return any(kept is not None for _, kept in _stack())
+
+
+def keep(value: Any) -> Any:
+    """Keep a tensor inside a branch, so that its recomputation reads it in place of what it computes then.
+
+    Use it for decisions that must not be taken twice, such as the experts that a router chooses among equals, and for kernels
+    whose results differ from run to run. Gradients pass through. What is kept costs memory, which `revode.memory` counts.
+
+    >>> class Router(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.scores, self.experts = nn.Linear(4, 3), nn.Parameter(torch.randn(3, 4, 4))
+    ...
+    ...     def forward(self, x):
+    ...         weights = self.scores(x).softmax(-1)
+    ...         chosen = revode.keep(weights.argmax(-1))
+    ...         return torch.einsum("bi,bij->bj", x, self.experts[chosen]) * weights.gather(1, chosen[:, None])
+    >>> sequence = ReversibleSequence([Router(), Router()], MidPoint(h=0.1))
+    >>> sequence(torch.randn(2, 4)).sum().backward()
+
+    Args:
+        value: a tensor, or a nest of dicts, lists and tuples with tensors. Outside a reversible branch it is returned as it is.
+    """
+    return pytree.tree_map_only(Tensor, _keep, value)
+
+
+def _keep(x: Tensor) -> Tensor:
+    for record, left in _stack():
+        if left is None:
+            record.kept.append(x.detach())
+            continue
+        value = next(left, None)
+        if value is None or (value.shape != x.shape and x.requires_grad):
+            raise RuntimeError(
+                "the recomputation calls revode.keep more often, or on other shapes, than forward: keep what decides it, too"
+            )
+        x = _Kept.apply(x, value) if x.requires_grad and torch.is_grad_enabled() else value.detach()  # type: ignore[assignment]
+    return x
+
+
+class _Kept(torch.autograd.Function):
+    """The value that was kept, with the gradient of the one that was computed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kept: Tensor) -> Tensor:
+        return kept.detach().clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        return grad_outputs[0], None
 
 
 def version_of(tensor: Tensor) -> int | None:
@@ -196,7 +190,7 @@ def _copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def call_to_invert(contents: Contents, q: Tensor, kwargs: dict[str, Any], streams: Streams) -> Any:
     """Return branch(q) as forward computed it, and change nothing; raise if it draws random numbers, which were not kept."""
     with evaluating:
-        watched = _streams_to_watch(contents, q.device, kwargs, streams)
+        watched = _streams_to_watch(contents, q, kwargs, streams)
         streams.before(watched)
         copies = _copies({slot.name: slot.tensor for slot in contents.buffers})
         with _lent([*_idle_statistics(contents), *((slot, copies[slot.name]) for slot in contents.buffers)]):
@@ -211,10 +205,11 @@ def call_to_invert(contents: Contents, q: Tensor, kwargs: dict[str, Any], stream
     return u
 
 
-def _streams_to_watch(
-    contents: Contents, device: torch.device, kwargs: dict[str, Any], streams: Streams
-) -> list[Stream]:
-    """The streams that this call of a branch may move."""
+def _streams_to_watch(contents: Contents, q: Tensor, kwargs: dict[str, Any], streams: Streams) -> list[Stream]:
+    """The streams that this call of a branch may move. (Among fake tensors nothing is drawn, and no RNG state can be read.)"""
+    if isinstance(q, FakeTensor):
+        return []
+    device = q.device
     if contents.draws_only_from_torch() and not kwargs:
         if not contents.draws_from_torch():
             return []
@@ -228,14 +223,16 @@ def _streams_to_watch(
     return [*streams.of_all(device), *contents.generators, *given]
 
 
-def _call_as_recomputed(contents: Contents, q: Tensor, kwargs: dict[str, Any], call: Call, to_the_bit: bool) -> Any:
+def _call_as_recomputed(
+    contents: Contents, q: Tensor, kwargs: dict[str, Any], call: Call, to_the_bit: bool, recomputed: bool
+) -> Any:
     """Return branch(q) in forward, by the very code that the recomputation will run.
 
     Some code is another with gradients than without; such a branch tracks them if its bits must be equal, and always where the
     code is known to differ. What was compiled on its own draws other random numbers in the two cases.
     """
     compiled = compilation_is_possible() and holds_compiled(contents.branch)
-    if not (compiled or contents.minds_gradients or (to_the_bit and not contents.is_known)):
+    if not (compiled or contents.minds_gradients or (to_the_bit and not contents.is_known)) or not recomputed:
         return call(q, kwargs)
     # Hide this temporary graph from the user's saved-tensor hooks. Detached: a node that keeps its own output keeps itself.
     hidden = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
@@ -254,7 +251,18 @@ class Record:
         to_the_bit: whether the branch must give the bits that its recomputation will give.
     """
 
-    __slots__ = ("autocast", "changed", "contents", "draws", "modes", "streams", "to_the_bit", "unchanged")
+    __slots__ = (
+        "autocast",
+        "cached",
+        "changed",
+        "contents",
+        "draws",
+        "kept",
+        "modes",
+        "streams",
+        "to_the_bit",
+        "unchanged",
+    )
 
     def __init__(self, contents: Contents, autocast: Autocast, streams: Streams, to_the_bit: bool) -> None:
         self.contents = contents
@@ -263,21 +271,38 @@ class Record:
         self.to_the_bit = to_the_bit
         # Until `first` runs: a field that knew its VJP in forward. It draws nothing, and its batch norms were in training.
         self.draws: Draws = []
+        self.kept: list[Tensor] = []
+        """Tensors that the branch gave to ``keep``, in its order."""
+        self.cached: list[weakref.ref[Tensor]] = []
+        """Tensors that the call has left on the branch's modules."""
         self.modes = [True] * len(contents.modules)
         self.changed: dict[str, Tensor] = {}
         """Buffers that the branch itself updates and may depend on, as they were before."""
         self.unchanged: list[tuple[Slot, Tensor, int | None]] = []
         """The other buffers it may depend on, with their versions."""
 
-    def first(self, q: Tensor, kwargs: dict[str, Any], call: Call) -> Any:
-        """Return branch(q) = call(q, kwargs) in forward; record its RNG states and the buffers it changed."""
+    def first(self, q: Tensor, kwargs: dict[str, Any], call: Call, recomputed: bool = True) -> Any:
+        """Return branch(q) = call(q, kwargs) in forward; record its RNG states and the buffers it changed.
+
+        Args:
+            q: the state.
+            kwargs: its keyword arguments.
+            call: how to call the branch.
+            recomputed: False if nothing that reaches the branch has a gradient, so that it is never evaluated again.
+        """
         contents, streams = self.contents, self.streams
         with evaluating, self.autocast.restore(), _parametrized_anew():
-            watched = _streams_to_watch(contents, q.device, kwargs, streams)
+            watched = _streams_to_watch(contents, q, kwargs, streams)
             streams.before(watched)
             held = [(slot, slot.tensor, version_of(slot.tensor)) for slot in contents.buffers_to_read()]
             copies = _copies({slot.name: slot.tensor for slot in contents.buffers if _is_copied(contents, slot)})
-            u = _call_as_recomputed(contents, q, kwargs, call, self.to_the_bit)
+            found = _tensors_on(contents)
+            _stack().append((self, None))
+            try:
+                u = _call_as_recomputed(contents, q, kwargs, call, self.to_the_bit, recomputed)
+            finally:
+                _stack().pop()
+            self.cached = [weakref.ref(held) for key, held in _tensors_on(contents).items() if key not in found]
             self.draws = streams.after(watched) if watched else []
             self.unchanged = [entry for entry in held if _rests(*entry, copies)]
             self.changed = self._changed(copies, held)
@@ -319,9 +344,19 @@ class Record:
                 restored.enter_context(_lent(tensors))
             if self.draws:
                 restored.enter_context(drawn_again(self.draws))
-            _replaying.depth = getattr(_replaying, "depth", 0) + 1
-            restored.callback(lambda: setattr(_replaying, "depth", _replaying.depth - 1))
-            return _recall(contents.branch, call, q, kwargs, lent)
+            left = iter(self.kept)
+            _stack().append((self, left))
+            restored.callback(_stack().pop)
+            u = _recall(contents.branch, call, q, kwargs, lent)
+        if next(left, None) is not None:
+            raise RuntimeError(
+                "the recomputation calls revode.keep less often than forward did: keep what decides it, too"
+            )
+        return u
+
+    def reads_a_cache(self) -> bool:
+        """Return whether tensors that forward left on the branch's modules are still there after a recomputation."""
+        return bool(self.cached) and {id(held()) for held in self.cached} <= _tensors_on(self.contents).keys()
 
     def _tensors_to_lend(self) -> list[tuple[Slot, Tensor | None]]:
         """Return what has to stand in the place of buffers, for a branch to see what it saw in forward."""
@@ -355,3 +390,13 @@ def _rests(slot: Slot, buffer: Tensor, version: int | None, copies: dict[str, Te
 
 def _is_copied(contents: Contents, slot: Slot) -> bool:
     return contents.changing is None or slot.tensor.numel() <= SMALL or slot.name in contents.changing
+
+
+def _tensors_on(contents: Contents) -> dict[int, Tensor]:
+    """Return the tensors that modules of unknown classes hold as plain attributes, or in plain containers, by identity."""
+    found: dict[int, Tensor] = {}
+    for module in contents.unknown:
+        for value in own_attributes(module):
+            inside = value.values() if type(value) is dict else value if type(value) in (list, tuple) else (value,)
+            found.update((id(item), item) for item in inside if isinstance(item, Tensor))
+    return found

@@ -7,7 +7,7 @@ backward:  u = F(q) and its VJP, from one evaluation;   p = (q' - c q - a u) / s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -41,6 +41,8 @@ class Step:
         """Of q, and of u if a branch was replayed, where the walk back is to be verified."""
         self.aux: Any = None
         """The template of the branch's aux."""
+        self.has_gradient = True
+        """Whether anything that enters it does; else it is never recomputed."""
         self.is_planned = False
         """Whether its node is made before it runs."""
         self.is_released = False
@@ -60,7 +62,18 @@ class Step:
     def tensors_kept(self) -> list[Tensor]:
         """Return the tensors that the way back needs beside the pair."""
         arguments = [] if self.is_released else self.evaluation.arguments.tensors
-        return [tensor for tensor in (self.remainder, *self.fingerprints, *arguments) if tensor is not None]
+        return [tensor for tensor in (*self.own_tensors(), *arguments) if tensor is not None]
+
+    def own_tensors(self) -> list[Tensor | None]:
+        """Return what this step alone keeps beside the pair."""
+        return [self.remainder, *self.fingerprints, *(() if self.is_released else self.evaluation.record.kept)]
+
+    def set_own_tensors(self, following: Iterator[Any]) -> None:
+        """Hold as many tensors of `following` in the place of ``own_tensors``."""
+        self.remainder = next(following)
+        self.fingerprints = [next(following) for _ in self.fingerprints]
+        if not self.is_released:
+            self.evaluation.record.kept = [next(following) for _ in self.evaluation.record.kept]
 
     def release(self) -> None:
         """Let go of what the way back has used."""
@@ -78,7 +91,7 @@ class Step:
             keeps_remainder: whether p will have to be found again.
         """
         evaluation = self.evaluation
-        u, aux = evaluation.value(q)
+        u, aux = evaluation.value(q, self.has_gradient)
         if watched:
             seen = [q] if evaluation.writes_over_value else [q, u]
             self.fingerprints = [arrival.fingerprint(tensor, evaluation.context.grid is not None) for tensor in seen]

@@ -12,7 +12,7 @@ from revode.engine import arrival
 from revode.engine.branch import Arguments, Context, tensor_leaves
 from revode.engine.grid import with_strides
 from revode.engine.path import Path
-from revode.engine.replay import Autocast
+from revode.engine.settings import Autocast
 from revode.engine.step import step_of
 from revode.engine.stored import Pass
 from revode.engine.strategy import Strategy
@@ -113,6 +113,10 @@ def entered(x: Tensor, grid: Any) -> Tensor:
     """Return x as it enters a walk: ours alone, in the state's dtype and on the grid."""
     if not x.is_floating_point():
         raise ValueError(f"a state must be a floating-point tensor, got dtype {x.dtype}")
+    if x.is_nested:
+        raise ValueError(
+            "a state must be one dense tensor, got a nested (jagged) one: pad it, and pass a mask to the branches"
+        )
     if x.dtype in (torch.float16, torch.bfloat16) and Autocast(x.device.type).enabled:
         x = x.float()
     return x.clone() if grid is None else grid.round(x)

@@ -14,7 +14,7 @@ import revode.engine.replay
 import revode.engine.step
 from revode import MidPoint, ReversalError, ReversibleSequence, SymmetricField
 from revode.engine.branch import Arguments, BranchError, Replayed
-from revode.engine.replay import Autocast
+from revode.engine.settings import Autocast
 from revode.schemes import Coupling
 
 Patch = pytest.MonkeyPatch
