@@ -12,8 +12,10 @@ import functools
 import inspect
 import logging
 import math
+import sys
 import warnings
 import weakref
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -37,26 +39,20 @@ _HEADROOM = 8.0
 """How much larger than those of the first batch states may become before they leave the grid."""
 
 
+@dataclass
 class Conversion:
-    """What the converted blocks of a model share.
+    """What the converted blocks of a model share."""
 
-    Args:
-        scheme: how they run.
-        strategy: how gradients are computed.
-        num_blocks: how many they are.
-        chooses_bits: whether the grid's bits are chosen from the states of the first batch.
-    """
-
-    def __init__(self, scheme: Scheme, strategy: Strategy, num_blocks: int, chooses_bits: bool) -> None:
-        self.scheme = scheme
-        self.strategy = strategy
-        self.num_blocks = num_blocks
-        self.chooses_bits = chooses_bits
-        self.magnitudes: dict[int, float] = {}
-        """The largest magnitude of a state behind each block, until the bits are chosen."""
-        self.num_calls = 0
-        self.warned: set[str] = set()
-        self.looks_for_skip = True
+    scheme: Scheme
+    strategy: Strategy
+    num_blocks: int
+    chooses_bits: bool
+    """Whether the grid's bits are chosen from the states of the first batch."""
+    magnitudes: dict[int, float] = field(default_factory=dict)
+    """The largest magnitude of a state behind each block, until the bits are chosen."""
+    num_calls: int = 0
+    warned: set[str] = field(default_factory=set)
+    looks_for_skip: bool = True
 
     def warn(self, topic: str, text: str) -> None:
         """Warn once of a topic."""
@@ -76,21 +72,20 @@ class Conversion:
         return None if self.chooses_bits else self.strategy.grid
 
 
+@dataclass(eq=False)
 class Head:
-    """Where a walk can go on: owned by the tensor that was handed out, so that nothing lives longer than that.
+    """Where a walk can go on: owned by the tensor that was handed out, so that nothing lives longer than that."""
 
-    Args:
-        path: the steps so far; None where no gradients were recorded.
-        p: the older state of the pair.
-        q: the newer state.
-        handed: what was handed out: a copy of q in the model's dtype.
-        index: the number of steps so far.
-        grid: the grid of the walk.
-    """
-
-    def __init__(self, path: Path | None, p: Tensor, q: Tensor, handed: Tensor, index: int, grid: Grid | None) -> None:
-        self.path, self.p, self.q, self.index, self.grid = path, p, q, index, grid
-        self.handed, self.version = handed.detach(), version_of(handed)
+    path: Path | None
+    """The steps so far; None where no gradients were recorded."""
+    p: Tensor | None
+    q: Tensor
+    index: int
+    """The number of steps so far."""
+    grid: Grid | None
+    handed: Tensor
+    """What was handed out: a copy of q in the model's dtype. Detached."""
+    version: int | None
 
     def fits(self, x: Tensor) -> bool:
         """Return whether x is what was handed out, as it was."""
@@ -112,21 +107,8 @@ def _head_of(x: Tensor) -> Head | None:
         node: Any = x.grad_fn
         while node is not None and type(node).__name__ in _ALIASES:
             node = node.next_functions[0][0]
-        head = getattr(node, "head", lambda: None)()
+        head = None if node is None else node.metadata.get("revode", lambda: None)()
     return head if head is not None and head.fits(x) else None
-
-
-class _HandOut(torch.autograd.Function):
-    """A copy of the newest state in the model's dtype: a loop may change it, and the walk keeps its own."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, dtype: torch.dtype) -> Tensor:
-        ctx.dtype = q.dtype
-        return q.to(dtype, copy=True)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        return grad_outputs[0].to(ctx.dtype), None
 
 
 class _TakeBack(torch.autograd.Function):
@@ -158,23 +140,43 @@ class _BlockEvaluation(Replayed):
     """Whether the step is the plain q + F(q), which is block(q) to the bit."""
     kind: Any = None
     """What the block returns: None for a tensor, or the type of its tuple or list."""
+    collector: dict[str, Any]
+    """What hooks of transformers have collected before this block (router logits, attentions), by its number."""
 
     def call(self, q: Tensor, kwargs: dict[str, Any]) -> Any:
-        return self.inner(q.to(self.dtype), *kwargs["args"], **kwargs["kwargs"])
+        token = None
+        if self.collector and is_replaying():
+            token = _collecting().set(
+                {key: [None] * n if isinstance(n, int) else n for key, n in self.collector.items()}
+            )
+        try:
+            u = self.inner(q.to(self.dtype), *kwargs["args"], **kwargs["kwargs"])
+            lists = _collecting().get() if self.collector else {}
+            collected = {key: lists[key][n:] for key, n in self.collector.items() if isinstance(n, int)}
+            for key, values in collected.items():
+                del lists[key][len(lists[key]) - len(values) :]
+        finally:
+            if token is not None:
+                _collecting().reset(token)
+        return u, collected
 
     def taken(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         return kwargs
 
     def conform(self, q: Tensor, u: Any) -> tuple[Tensor, Any]:
+        u, collected = u
         y, rest = u, ()
         if isinstance(u, tuple | list) and u:
             y, *rest = u
             self.kind = type(u)
-        if not isinstance(y, Tensor) or y.shape != q.shape:
-            found = f"shape {tuple(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
+        if not isinstance(y, Tensor):
             raise ValueError(
-                f"{self.name} makes {found} of a state of shape {tuple(q.shape)}: leave out blocks that change the shape, as "
-                "in revode.convert(..., blocks=slice(1, None))"
+                f"{self.name} returns {type(y).__name__}: blocks return a tensor, or a tuple or list that begins with it"
+            )
+        if y.shape != q.shape:
+            raise ValueError(
+                f"{self.name} makes shape {tuple(y.shape)} of a state of shape {tuple(q.shape)}: leave out blocks that change "
+                "the shape, as in revode.convert(..., blocks=slice(1, None))"
             )
         self.handed_dtype = y.dtype
         if self.conversion.looks_for_skip and y.requires_grad and q.requires_grad:
@@ -187,11 +189,16 @@ class _BlockEvaluation(Replayed):
                 )
         y = y.to(q.dtype)
         u = y if self.is_whole else y - q.to(self.dtype).to(q.dtype)
-        return super().conform(q, (u, tuple(rest)))
+        return super().conform(q, (u, (tuple(rest), collected)))
 
 
 _MIXING = ("Convolution", "MkldnnConvolution", "Mm", "Addmm", "Bmm", "Baddbmm", "Linear", "MkldnnLinear", "ScaledDot")
 """Operations that no skip connection goes through, as their nodes in a graph begin."""
+
+
+def _collecting() -> Any:
+    """Return the variable of transformers that holds what hooks inside of blocks collect."""
+    return getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
 
 
 class Converted:
@@ -202,8 +209,9 @@ class Converted:
     """(the `Conversion`, the block's name, its number, its own ``forward`` if the instance had one)"""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if "_revode" not in self.__dict__:  # reverted, and called by a hook that had wrapped it before (accelerate's)
+            return type(self).forward(self, *args, **kwargs)
         conversion = self._revode[0]
-        conversion.num_calls += 1
         training: bool = self.training  # type: ignore[attr-defined]
         scheme = conversion.scheme if training else conversion.scheme.in_eval()
         if scheme.carry == 0.0 and scheme.coupling(0).is_plain:
@@ -213,11 +221,7 @@ class Converted:
 
     def extra_repr(self) -> str:
         inner = super().extra_repr()  # type: ignore[misc]
-        return (
-            f"{inner}, reversible by {self._revode[0].scheme!r}"
-            if inner
-            else f"reversible by {self._revode[0].scheme!r}"
-        )
+        return f"{inner}{', ' if inner else ''}reversible by {self._revode[0].scheme!r}"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _restore, (self._converted_from,), self.__dict__
@@ -244,12 +248,13 @@ def _inner(block: Any) -> Any:
 def _step(block: Any, scheme: Scheme, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return what a converted block returns, with the state behind its step of a walk in place of its own."""
     conversion, name, number, _ = block._revode
+    conversion.num_calls += 1
     x, args, kwargs = _state_of(block, args, kwargs)
     given = _without_caches(conversion, name, {"args": args, "kwargs": kwargs})
     if torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled() and not is_replaying():
         raise RuntimeError(
-            f"{name} is called inside a backward pass, as torch's checkpoint with use_reentrant=True does: its walk would "
-            "start anew there; use use_reentrant=False, or no checkpoint around converted blocks"
+            f"{name} is called inside a backward pass, where its walk would start anew, as torch's checkpoint does with "
+            "use_reentrant=True, or with backprop='store': use no checkpoint around converted blocks, which need none"
         )
     head = _head_of(x)
     if head is None:
@@ -281,12 +286,15 @@ def _step(block: Any, scheme: Scheme, args: tuple[Any, ...], kwargs: dict[str, A
     finally:
         context.close()
     assert isinstance(evaluation, _BlockEvaluation)
-    handed: Any = _HandOut.apply(q, evaluation.handed_dtype)
+    handed: Any = q.to(evaluation.handed_dtype, copy=True)  # the loop may change it, and the walk keeps its own
     if head is not None:
         head.path = head.p = head.q = None  # type: ignore[assignment]  # nobody can go on from there
-    handed._revode_head = Head(path, p, q, handed, index + 1, grid)
+    handed._revode_head = Head(path, p, q, index + 1, grid, handed.detach(), version_of(handed))
     if handed.grad_fn is not None:
-        handed.grad_fn.head = weakref.ref(handed._revode_head)
+        handed.grad_fn.metadata["revode"] = weakref.ref(handed._revode_head)
+    rest, collected = rest
+    for key, values in collected.items():
+        _collecting().get()[key].extend(values)  # as outputs of the node, with their gradients
     return handed if evaluation.kind is None else evaluation.kind((handed, *rest))
 
 
@@ -294,6 +302,8 @@ def _make_step(block: Any, context: Context, coupling: Coupling, given: Any, dty
     conversion, name, number, _ = block._revode
     evaluation = _BlockEvaluation(context, number, block, Arguments(given), name)
     evaluation.inner, evaluation.dtype, evaluation.conversion = _inner(block), dtype, conversion
+    lists = (_collecting() and _collecting().get()) or {}
+    evaluation.collector = {key: len(value) if isinstance(value, list) else value for key, value in lists.items()}
     if coupling.is_plain:
         evaluation.is_whole, coupling = True, Coupling(0.0, 0.0, 1.0)
     return Step(evaluation, coupling)
@@ -399,42 +409,35 @@ def convert(
             unless given, its bits are chosen from the states of the first batch, in which each block keeps its input.
     """
     container, path = _container(model, path)
-    chosen = [_target(block) for block in container.children()][blocks]
+    children = {f"{path}.{i}".lstrip("."): _target(block) for i, block in enumerate(container.children())}
+    chosen = dict(list(children.items())[blocks])
     if blocks.step not in (None, 1) or not chosen:
         raise ValueError(
-            f"blocks must be a slice without step that chooses some of {len(container)} blocks, got {blocks}"
+            f"blocks must be a slice without step that chooses some of {len(children)} blocks, got {blocks}"
         )
-    scheme = BDIA(blend=1 / 16, batch_dim=_batch_dim(chosen[0])) if scheme is None else scheme
+    scheme = BDIA(blend=1 / 16, batch_dim=_batch_dim(container)) if scheme is None else scheme
     if not isinstance(scheme, Scheme) or scheme.splits:
         raise ValueError(f"convert takes a scheme that keeps the state whole, as BDIA() or MidPoint(), got {scheme!r}")
     strategy = Strategy().replace(**options)
     strategy.check_scheme(scheme)
     if strategy.memory_budget is not None or strategy.compile:
         raise ValueError("convert takes no memory_budget and does not compile: use ReversibleSequence")
-    names = [f"{path}.{i}".lstrip(".") for i in range(len(container))][blocks]
-    for block, name in zip(chosen, names, strict=True):
+    for name, block in chosen.items():
         if isinstance(block, Converted):
             raise ValueError(f"{name} is converted already: revode.revert the model first")
         if isinstance(block, torch.jit.ScriptModule):
             raise ValueError(f"{name} is TorchScript code, which cannot be converted: give the module it was made from")
-    amplifies = 0.0 < abs(scheme.carry) < 0.5  # rounding, by 1 / |carry| at each step back
-    chooses_bits = (
-        amplifies and scheme.shift is not None and "exact" not in options and strategy.backprop == "reversible"
-    )
-    distinct = list({id(block): (block, name) for block, name in zip(chosen, names, strict=True)}.values())
+    amplifies = scheme.shift is not None and 0.0 < abs(scheme.carry) < 0.5  # rounding, by 1 / |carry| at each step back
+    chooses_bits = amplifies and "exact" not in options and strategy.backprop == "reversible"
+    distinct = {block: name for name, block in reversed(chosen.items())}  # a block may be in the list twice
     conversion = Conversion(scheme, strategy, len(distinct), chooses_bits)
-    for number, (block, name) in enumerate(distinct):
-        block.__dict__["_revode"] = (
-            conversion,
-            f"the converted block {name}",
-            number,
-            block.__dict__.pop("forward", None),
-        )
+    for number, (block, name) in enumerate(reversed(distinct.items())):
+        own = block.__dict__.pop("forward", None)
+        block.__dict__["_revode"] = conversion, f"the converted block {name}", number, own
         block.__class__ = _converted_class(type(block))
     if type(model).forward is not nn.Module.forward and not isinstance(model, Converted):
         model.register_forward_hook(_Watch(conversion))
-    kind = type(distinct[0][0]).__name__
-    _log.info("converted %d blocks %s of %r, %r", len(distinct), kind, path, scheme)
+    _log.info("converted %d blocks %s of %r, %r", len(distinct), type(next(iter(distinct))).__name__, path, scheme)
     return model
 
 
@@ -464,35 +467,36 @@ def _target(block: Any) -> Any:
     return getattr(block, "_orig_mod", block)
 
 
-def _batch_dim(block: nn.Module) -> int:
+def _batch_dim(blocks: nn.Module) -> int:
     """Return the dimension that counts the samples: 1 for torch's attention on (time, batch, width)."""
-    attentions = [module for module in block.modules() if isinstance(module, nn.MultiheadAttention)]
+    attentions = [module for module in blocks.modules() if isinstance(module, nn.MultiheadAttention)]
     return 1 if attentions and not attentions[0].batch_first else 0
 
 
 def _container(model: nn.Module, path: str | None) -> tuple[Any, str]:
     """Return the list of blocks at `path`, or the longest one, and its path."""
-    lists = {
-        name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList | nn.Sequential)
-    }
+    lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential)}
+    if not lists:
+        raise ValueError(f"{type(model).__name__} has no nn.ModuleList or nn.Sequential of blocks to convert")
+    if path is not None and path not in lists:
+        raise unknown(f"list of blocks in {type(model).__name__}", path, lists)
     if path is not None:
-        if path not in lists:
-            if not lists:
-                raise ValueError(f"{type(model).__name__} has no nn.ModuleList or nn.Sequential of blocks to convert")
-            raise unknown(f"list of blocks in {type(model).__name__}", path, lists)
         return lists[path], path
-    alike = {
-        name: module
-        for name, module in lists.items()
-        if len(module) > 1
-        and len({type(_target(child)) for child in module}) == 1
-        and any(True for _ in module.parameters())
-    }
-    longest = max(map(len, alike.values()), default=0)
-    candidates = [name for name, module in alike.items() if len(module) == longest]
-    if len(candidates) != 1:
-        names = ", ".join(map(repr, candidates)) or "none"
+    sizes = {name: len(found) for name, found in lists.items() if _are_blocks(found)}
+    longest = [name for name, size in sizes.items() if size == max(sizes.values())]
+    outermost = [name for name in longest if not any(name.startswith(f"{other}.") for other in longest)]
+    if len(outermost) != 1:
+        names = ", ".join(map(repr, outermost or lists))
         raise ValueError(
-            f"{type(model).__name__} does not tell which blocks to convert; lists of equal blocks: {names}. Give one as path"
+            f"{type(model).__name__} does not tell which blocks to convert: give a path, or convert one list after the other. "
+            f"Its lists of {'equal blocks' if outermost else 'modules'}: {names}"
         )
-    return alike[candidates[0]], candidates[0]
+    return lists[outermost[0]], outermost[0]
+
+
+def _are_blocks(modules: Any) -> bool:
+    """Return whether modules look like residual blocks: made of modules, and of one class or one base class."""
+    found = [_target(module) for module in modules]
+    made = all(any(True for _ in m.children()) and not isinstance(m, nn.ModuleList | nn.ModuleDict) for m in found)
+    shared = set.intersection(*(set(type(module).__mro__) for module in found)) if found else set()
+    return made and bool(shared - set(nn.Module.__mro__))

@@ -277,7 +277,15 @@ def test_states_of_a_model_in_bfloat16_are_in_float32() -> None:
             r"layer1.0 makes shape \(2, 4, 5, 5\).*slice\(1",
         ),
         (lambda: revode.convert(nn.Linear(3, 3), "x"), "Linear has no nn.ModuleList or nn.Sequential of blocks"),
-        (lambda: revode.convert(nn.Linear(3, 3)), "does not tell which blocks to convert"),
+        (lambda: revode.convert(nn.Linear(3, 3)), "Linear has no nn.ModuleList or nn.Sequential of blocks"),
+        (
+            lambda: revode.convert(nn.ModuleDict({name: encoder() for name in "ab"})),
+            r"does not tell which.*one list after the other.*'a.layers', 'b.layers'",
+        ),
+        (
+            lambda: revode.convert(nn.ModuleDict({"a": nn.Sequential(nn.Linear(3, 3))})),
+            "does not tell which blocks to convert.*lists of modules: 'a'",
+        ),
     ],
 )
 def test_what_cannot_be_converted_gets_one_sentence(change: Callable[[], Any], message: str) -> None:

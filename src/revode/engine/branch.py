@@ -251,7 +251,8 @@ class Evaluation:
         if given is not None and _look(kwargs) != given:
             raise BranchError(
                 f"{self.name} changes an object among its keyword arguments (a cache of keys and values?), which its "
-                "recomputation would change again: pass none (use_cache=False), or use backprop='store'"
+                "recomputation would change again: pass none (use_cache=False), leave out blocks that do so, or use "
+                "backprop='store'"
             )
         return self.conform(q, u)
 
@@ -524,23 +525,21 @@ _PLAIN = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device
 
 
 def _look(kwargs: dict[str, Any]) -> list[Any]:
-    """Return what a branch could change in the objects it is given: tensors and sizes inside them, a few levels deep."""
+    """Return what a branch could change in the objects it is given: tensors and sizes inside them, at any depth."""
     seen: list[Any] = []
-    level: list[Any] = [kwargs]
-    for _ in range(5):
-        following: list[Any] = []
-        for value in level:
-            if isinstance(value, Tensor):
-                seen.append((id(value), version_of(value)))
-            elif isinstance(value, dict | list | tuple | set):
-                seen.append(len(value))
-                following.extend(value.values() if isinstance(value, dict) else value)
-            elif not isinstance(value, (*_PLAIN, nn.Module, type)) and hasattr(value, "__dict__"):
-                following.extend(vars(value).values())
-                seen.append(len(vars(value)))
-            elif isinstance(value, _PLAIN):
-                seen.append(value)
-        level = following
+    met: set[int] = set()
+    pending: list[Any] = [kwargs]
+    for value in pending:  # which grows
+        if isinstance(value, Tensor):
+            seen.append((id(value), version_of(value)))
+        elif isinstance(value, _PLAIN):
+            seen.append(value)
+        elif id(value) not in met and not isinstance(value, nn.Module | type):
+            met.add(id(value))
+            is_container = isinstance(value, dict | list | tuple | set)
+            inside = value if is_container else getattr(value, "__dict__", {})
+            pending.extend(inside.values() if isinstance(inside, dict) else inside)
+            seen.append(len(inside))
     return seen
 
 
