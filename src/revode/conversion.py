@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from revode.engine.branch import Arguments, Context, Replayed, tensor_leaves
+from revode.engine.branch import Arguments, Context, Replayed, objects_in, tensor_leaves
 from revode.engine.grid import DEFAULT_BITS, Grid, magnitude
 from revode.engine.path import Path
 from revode.engine.replay import is_replaying, version_of
@@ -53,6 +53,7 @@ class Conversion:
     num_calls: int = 0
     warned: set[str] = field(default_factory=set)
     looks_for_skip: bool = True
+    leaves_out_cache: bool = False
 
     def warn(self, topic: str, text: str) -> None:
         """Warn once of a topic."""
@@ -348,17 +349,21 @@ def _without_caches(conversion: Conversion, name: str, given: dict[str, Any]) ->
         return given
 
     def without(value: Any) -> Any:
-        if not (hasattr(value, "get_seq_length") and hasattr(value, "update")):
+        if not _is_cache(value):
             return value
-        if value.get_seq_length():
+        held = objects_in(value)
+        if any(isinstance(each, Tensor) for each in held):
             raise ValueError(
-                f"{name} cannot go on from a filled cache where gradients are recorded: give the whole input, or call the "
-                "model under torch.no_grad()"
+                f"{name} cannot use a filled cache where gradients are recorded: give the whole input and use_cache=False, or "
+                "call the model under torch.no_grad()"
             )
         conversion.warn(
             "cache", "converted blocks leave out the cache where gradients are recorded: give use_cache=False"
         )
-        value.update = _refuse_update
+        conversion.leaves_out_cache = True
+        for cache in filter(_is_cache, held):
+            for update in [key for key in dir(cache) if key.startswith("update")]:
+                setattr(cache, update, _refuse_update)
         return None
 
     return {
@@ -367,23 +372,36 @@ def _without_caches(conversion: Conversion, name: str, given: dict[str, Any]) ->
     }
 
 
+def _is_cache(value: Any) -> bool:
+    return hasattr(value, "get_seq_length") and hasattr(value, "update")
+
+
 def _refuse_update(*_: Any, **__: Any) -> Any:
     raise ValueError("this cache was left empty by converted blocks that recorded gradients: make a new one")
 
 
 class _Watch:
-    """A forward hook of the model: warn of a training step that passes through no converted block."""
+    """A forward hook of the model: warn of a training step that passes through no converted block.
+
+    Raise where a cache was left out that the caller had asked for.
+    """
 
     def __init__(self, conversion: Conversion) -> None:
         self.conversion, self.num_calls = conversion, 0
 
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        before, self.num_calls = self.num_calls, self.conversion.num_calls
+    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        conversion, name = self.conversion, type(module).__name__
+        before, self.num_calls = self.num_calls, conversion.num_calls
+        left_out, conversion.leaves_out_cache = conversion.leaves_out_cache, False
+        if left_out and (kwargs.get("use_cache") or any(map(_is_cache, kwargs.values()))):
+            raise ValueError(
+                f"{name} was asked for a cache, which its converted blocks do not fill where gradients are recorded"
+            )
         if before == self.num_calls and module.training and torch.is_grad_enabled():
-            self.conversion.warn(
+            conversion.warn(
                 "not called",
-                f"{type(module).__name__} ran a training step without calling its converted blocks, so nothing is saved: does "
-                "it call their forward by another way?",
+                f"{name} ran a training step without calling its converted blocks, so nothing is saved: does it call their "
+                "forward by another way?",
             )
 
 
@@ -436,7 +454,7 @@ def convert(
         block.__dict__["_revode"] = conversion, f"the converted block {name}", number, own
         block.__class__ = _converted_class(type(block))
     if type(model).forward is not nn.Module.forward and not isinstance(model, Converted):
-        model.register_forward_hook(_Watch(conversion))
+        model.register_forward_hook(_Watch(conversion), with_kwargs=True)
     _log.info("converted %d blocks %s of %r, %r", len(distinct), type(next(iter(distinct))).__name__, path, scheme)
     return model
 

@@ -524,23 +524,30 @@ def _alias(leaf: Any) -> Any:
 _PLAIN = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device, torch.Generator)
 
 
+def objects_in(value: Any) -> list[Any]:
+    """Return an object and all that it holds, at any depth; not what modules and classes hold."""
+    found, met = [value], set[int]()
+    for each in found:  # which grows
+        if id(each) not in met and not isinstance(each, (Tensor, nn.Module, type, *_PLAIN)):
+            met.add(id(each))
+            found.extend(_held_by(each))
+    return found
+
+
+def _held_by(value: Any) -> list[Any]:
+    inside = value if isinstance(value, dict | list | tuple | set) else getattr(value, "__dict__", ())
+    return list(inside.values() if isinstance(inside, dict) else inside)
+
+
 def _look(kwargs: dict[str, Any]) -> list[Any]:
-    """Return what a branch could change in the objects it is given: tensors and sizes inside them, at any depth."""
-    seen: list[Any] = []
-    met: set[int] = set()
-    pending: list[Any] = [kwargs]
-    for value in pending:  # which grows
+    """Return what a branch could change in the objects it is given: tensors and sizes inside them."""
+
+    def seen(value: Any) -> Any:
         if isinstance(value, Tensor):
-            seen.append((id(value), version_of(value)))
-        elif isinstance(value, _PLAIN):
-            seen.append(value)
-        elif id(value) not in met and not isinstance(value, nn.Module | type):
-            met.add(id(value))
-            is_container = isinstance(value, dict | list | tuple | set)
-            inside = value if is_container else getattr(value, "__dict__", {})
-            pending.extend(inside.values() if isinstance(inside, dict) else inside)
-            seen.append(len(inside))
-    return seen
+            return id(value), version_of(value)
+        return value if isinstance(value, _PLAIN) else len(_held_by(value))
+
+    return [seen(value) for value in objects_in(kwargs)]
 
 
 def _unsuitable(branch: nn.Module, contents: Contents) -> str | None:
