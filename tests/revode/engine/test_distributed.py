@@ -66,7 +66,9 @@ def assert_each_is_reduced_when_it_is_done(found: dict[str, Any], num_blocks: in
     order = [entry for entry in found["order"] if entry.startswith("run")]
     assert order == [f"run {number}" for number in reversed(range(num_blocks))]
     at = [index for index, entry in enumerate(found["order"]) if entry == "reduce"]
-    assert at[2] < found["order"].index(f"run {num_blocks - 6}")  # the head and the last blocks, while others still wait
+    assert at[2] < found["order"].index(
+        f"run {num_blocks - 6}"
+    )  # the head and the last blocks, while others still wait
 
 
 def assert_buckets_are_reduced_on_the_way(order: list[str]) -> None:
