@@ -295,12 +295,12 @@ def limit(seconds: float) -> Iterator[None]:
     def stop(*_: Any) -> None:
         raise Untried(f"more than {seconds} s")
 
-    signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
 
 
 def try_all(families: list[str]) -> dict[str, dict[str, Any]]:
@@ -332,7 +332,7 @@ def page(rows: dict[str, dict[str, Any]]) -> str:
     kinds = {family: verdict(row) for family, row in rows.items()}
     lists = {kind: [family for family in rows if kinds[family] == kind] for kind in KINDS}
     converts = [[family, _paths(rows[family]), f"{100 * rows[family]['kept']:.1f} %"] for family in lists["converts"]]
-    reasons = {True: "no skip connection", False: "blocks not called for this input"}
+    reasons = {True: "no skip connection", False: "one list is not called for text alone"}
     warned = [[family, _paths(rows[family]), reasons[rows[family]["has no skip"]]] for family in lists["warned"]]
     others = [
         [family, kind, " ".join(rows[family].get(kind, f"off by {rows[family].get('training')}").split())]
@@ -374,7 +374,7 @@ scheme (`python benchmarks/architectures.py docs`). It counts embeddings and hea
 ## Convert with a warning
 
 Where blocks have no skip connection, the model mixes states by itself, or the list holds parts of blocks: choose the list by
-its path. Where blocks are not called, the input was text, and the list that was found is that of another tower.
+its path. Models of images and text were tried with text, which does not reach the blocks for images.
 
 {warned}
 

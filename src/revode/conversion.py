@@ -174,7 +174,7 @@ class _BlockEvaluation(Replayed):
         if y.shape != q.shape:
             raise ValueError(
                 f"{self.name} makes shape {tuple(y.shape)} of a state of shape {tuple(q.shape)}: leave out blocks that change "
-                "the shape, as in revode.convert(..., blocks=slice(1, None))"
+                "the shape, as by blocks=slice(1, None), or give the path of another list"
             )
         self.handed_dtype = y.dtype
         looks = y.requires_grad and q.requires_grad and self.context.warns_of("skip")  # once

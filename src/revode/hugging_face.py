@@ -52,12 +52,12 @@ class Collector:
 
 def is_cache(value: Any) -> bool:
     """Return whether this is a cache of keys and values."""
-    return hasattr(value, "get_seq_length") and hasattr(value, "update")
+    return not isinstance(value, type) and hasattr(value, "get_seq_length") and hasattr(value, "update")
 
 
 def is_filled(cache: Any) -> bool:
-    """Return whether something was put into a cache."""
-    return any(isinstance(each, Tensor) for each in objects_in(cache))
+    """Return whether something was put into a cache. (Numbers such as the size of a window are tensors without dimensions.)"""
+    return any(isinstance(each, Tensor) and each.dim() > 0 and each.numel() > 0 for each in objects_in(cache))
 
 
 def refuse_updates(cache: Any) -> None:

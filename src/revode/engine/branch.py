@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import itertools
+import operator
 import sys
 import warnings
 from collections.abc import Sequence
@@ -490,11 +491,7 @@ class Known(Replayed):
     def _holds_its_parameters(self) -> bool:
         """Return whether the field still holds the parameters of forward (``torch.func.functional_call`` lends others)."""
         held = self.branch.tensors()
-        return len(held) == len(self.parameters) and all(map(_is, held, self.parameters.values()))
-
-
-def _is(a: Any, b: Any) -> bool:
-    return a is b
+        return len(held) == len(self.parameters) and all(map(operator.is_, held, self.parameters.values()))
 
 
 def evaluation_of(context: Context, index: int, branch: nn.Module, arguments: Arguments, q: Tensor) -> Replayed:
@@ -541,13 +538,11 @@ def _held_by(value: Any) -> list[Any]:
 
 def _look(kwargs: dict[str, Any]) -> list[Any]:
     """Return what a branch could change in the objects it is given: tensors and sizes inside them."""
-
-    def seen(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return id(value), version_of(value)
-        return value if isinstance(value, _PLAIN) else len(_held_by(value))
-
-    return [seen(value) for value in objects_in(kwargs)]
+    found = objects_in(kwargs)
+    return [
+        (id(x), version_of(x)) if isinstance(x, Tensor) else x if isinstance(x, _PLAIN) else len(_held_by(x))
+        for x in found
+    ]
 
 
 def _unsuitable(branch: nn.Module, contents: Contents) -> str | None:
