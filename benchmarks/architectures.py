@@ -113,6 +113,7 @@ class Untried(Exception):
 
 OWN: dict[str, dict[str, Any]] = {
     "gptj": {"rotary_dim": 4},
+    "falcon_h1": {"mamba_chunk_size": 8},
     "gemma3n_text": {
         "num_kv_shared_layers": 2,
         "vocab_size_per_layer_input": 64,
@@ -134,7 +135,7 @@ def some_inputs(model: Any) -> Iterator[dict[str, Any]]:
     tokens = torch.randint(3, 60, (3, 12))
     images = torch.randn(3, channels, side, side)
     video = torch.randn(2, 4, channels, side, side)
-    sound, features = torch.randn(2, 8000), torch.randn(2, bins, frames)
+    sound, features, long = torch.randn(2, 8000), torch.randn(2, bins, 64), torch.randn(2, bins, frames)
     yield from (
         {"input_ids": tokens},
         {"input_ids": tokens, "decoder_input_ids": tokens[:, :7]},
@@ -144,6 +145,7 @@ def some_inputs(model: Any) -> Iterator[dict[str, Any]]:
         {"input_features": features.transpose(1, 2)},
         {"input_features": features, "decoder_input_ids": tokens[:2, :7]},
         {"input_features": features.transpose(1, 2), "decoder_input_ids": tokens[:2, :7]},
+        {"input_features": long, "decoder_input_ids": tokens[:2, :7]},
         {"input_values": sound},
         {"input_values": sound, "decoder_input_ids": tokens[:2, :7]},
         {"input_values": features.transpose(1, 2)},
@@ -237,7 +239,7 @@ def try_family(family: str) -> dict[str, Any]:
         before, again = outputs(plain, given), outputs(plain, given)
     if not all(map(torch.equal, before, again)):
         raise Untried("two calls give different outputs")
-    if not all(bool(torch.isfinite(t).all()) for t in gradients(plain.train(), given).values()):
+    if not all(bool(torch.isfinite(t).all()) for t in gradients(copy.deepcopy(plain).train(), given).values()):
         raise Untried("its own gradients are not finite")
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -283,7 +285,7 @@ def verdict(row: dict[str, Any]) -> str:
         if kind in row:
             return kind
     wrong = not row["equal in eval"] or not row["eval"] <= TOLERANCE
-    if wrong or not row["training"] <= max(TOLERANCE, 100 * row.get("of rounding", 0.0)):
+    if wrong or not row["training"] <= max(TOLERANCE, 10 * row.get("of rounding", 0.0)):
         return "wrong"
     return "warned" if row["has no skip"] or row["not called"] else "converts"
 
@@ -362,7 +364,7 @@ What `revode.convert(model)` does to {families} families of transformers {versio
 
 Compared in float64. In eval mode the converted model gives the bits of the plain one. In training, the gradients of a loss on
 everything that the model returns (logits of routers among it) are those of `backprop="store"` with the same signs: they differ
-by at most {tolerance:g} of their norm, or by no more than rounding explains.
+by at most {tolerance:g} of their norm, or by what a change of all weights by 1e-15 makes.
 
 ## Convert
 
