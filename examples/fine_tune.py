@@ -339,8 +339,8 @@ def write_page(found: dict[str, Any], len_held_out: int, args: argparse.Namespac
         "# Does conversion cost quality?",
         "all-MiniLM-L6-v2 (6 BERT layers, 22M parameters) is fine-tuned as a whole on the sentiment of movie reviews: plain, "
         f"and with its layers converted by `revode.convert`. {args.epochs} epochs, {some['steps']} steps of {args.batch} "
-        f"snippets, AdamW at {some['rate']:g}, branches in bfloat16. The accuracy is that on {len_held_out:,} held-out snippets "
-        "with the last weights.",
+        f"snippets, AdamW at {some['rate']:g}, branches in bfloat16. The accuracy is that on {len_held_out:,} held-out "
+        "snippets with the last weights.",
         table(header, body),
         "**Features before tuning**: mean cosine between the features of the converted network and of the plain one. In eval "
         "mode BDIA is the plain network, so it is 1. **Against plain**: mean and spread of differences, seed by seed. **Time "

@@ -496,3 +496,15 @@ def _container(model: nn.Module, path: str | None) -> tuple[Any, str]:
             f"{type(model).__name__} does not tell which blocks to convert; lists of equal blocks: {names}. Give one as path"
         )
     return alike[candidates[0]], candidates[0]
+
+
+def blocks_of(model: nn.Module) -> tuple[str, list[nn.Module]]:
+    """Return the path of the blocks that `convert` would take, and the blocks."""
+    container, path = _container(model, None)
+    return path, list(container)
+
+
+def conversions_in(model: nn.Module) -> list[Conversion]:
+    """Return what the converted blocks of a model share, once each."""
+    shared = {id(block._revode[0]): block._revode[0] for block in model.modules() if isinstance(block, Converted)}
+    return list(shared.values())
