@@ -17,6 +17,7 @@ from revode.memory.counters import PeakActivations as PeakActivations
 from revode.memory.counters import SavedTensors as SavedTensors
 from revode.memory.counters import adds as adds
 from revode.memory.counters import graph_bytes as graph_bytes
+from revode.memory.counters import graph_leaves as graph_leaves
 from revode.memory.counters import graph_nodes as graph_nodes
 from revode.memory.counters import watching as watching
 
