@@ -11,8 +11,8 @@ Every run leaves a JSON file under runs/language, and the same command goes on w
 1. The learning rate of each scheme is tuned on a quarter of the tokens, with one seed: doubled or halved while the best is
    at the edge.
 2. Each scheme is trained with its rate; bits per byte are measured on text that is held out.
-3. The trained plain network is made reversible by `revode.convert`, fine-tuned on the other text, and compared with the
-   plain one, fine-tuned in the same way. So is a network that is four times as deep and half as wide.
+3. The trained plain network is made reversible by `revode.convert` in several ways, fine-tuned on the other text, and compared
+   with the plain one, fine-tuned in the same way. So is, in the default way, a network four times as deep and half as wide.
 4. Bytes are counted: which depth and which context fit into 2 GB.
 5. Steps of all schemes are timed in turn.
 
@@ -43,9 +43,11 @@ import torch
 from torch import Tensor, nn
 
 import revode
+from revode import BDIA, MidPoint
 from revode.files import write_atomically
 from revode.memory import SavedTensors, graph_bytes
 from revode.networks import GPT
+from revode.schemes import Scheme
 from revode_lab.charts import lines, standalone
 from revode_lab.data import data_root
 from revode_lab.files import commit, human_bytes, machine, processor, read_json, versions, write_json
@@ -59,6 +61,15 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "bdia": {},
 }
 """Options of each; a width is a multiple of the others'."""
+PLAIN, DEFAULT = "plain", "BDIA 1of16"
+CONVERSIONS: dict[str, Callable[[], Scheme] | None] = {
+    PLAIN: None,
+    "BDIA 1of2": lambda: BDIA(blend=1 / 2),
+    "BDIA 1of8": lambda: BDIA(blend=1 / 8),
+    DEFAULT: lambda: BDIA(blend=1 / 16),
+    "MidPoint 1of4": lambda: MidPoint(1.0, blend=1 / 4),
+}
+"""What a trained plain network is converted to before it is fine-tuned, by a name that a file can have."""
 BUDGET = 2 * 10**9
 DEEP = "deep-"
 """What the results of the deeper network are called by."""
@@ -332,29 +343,39 @@ def sign_noise(weights: Path, tokens: Tensor, args: argparse.Namespace) -> dict[
     return {"sign_noise": noise, "seconds": time.monotonic() - start}
 
 
-def fine_tuned(name: str, weights: Path, rate: float, data: tuple[Tensor, Tensor], args: argparse.Namespace) -> Any:
+def fine_tuned(
+    way: str, weights: Path, rate: float, data: tuple[Tensor, Tensor], args: argparse.Namespace, seed: int
+) -> dict[str, Any]:
     """The trained plain network as torch's own Sequential of blocks, converted or not, fine-tuned on `data`."""
     model = make_network("none", args)
     model.load_state_dict(torch.load(weights))
     model.body = nn.Sequential(*map(Residual, model.body.fields))  # type: ignore
     batch = windows(data[1], args.context, args.windows)
     before = bits_per_byte(model, batch, args)
-    if name == "converted":
-        revode.convert(model, "body", revode.BDIA(), exact=args.bfloat16)
-        assert bits_per_byte(model, batch, args) == before  # in eval mode it is the same network, bit for bit
+    make = CONVERSIONS[way]
+    if make is not None:
+        # Where a blend is below 1/2, convert chooses the grid by itself; at 1/2 it has to be asked for.
+        options = {"exact": args.bfloat16} if way == "BDIA 1of2" else {}
+        revode.convert(model, "body", make(), **options)
+    converted = bits_per_byte(model, batch, args)
+    if way.startswith("BDIA"):
+        assert converted == before  # in eval mode it is the same network, bit for bit
     kept = bytes_kept(model, batch[: args.batch], args.bfloat16)
-    result = train(model, data, rate, args.tokens // 2, args)
-    return result | {"before": before, "bytes_kept": kept, "depth": args.depth, "width": args.width}
+    result = train(model, data, rate, args.tokens // 2, args, seed)
+    found = {"before": before, "after_conversion": converted, "bytes_kept": kept}
+    return result | found | {"depth": args.depth, "width": args.width}
 
 
-def compare_conversion(rate: float, data: tuple[Tensor, Tensor], runs: Runs, args: argparse.Namespace) -> None:
-    """Fine-tune the plain network that was trained at `rate`, converted and not, at a fraction of that rate."""
+def compare_conversion(
+    rate: float, data: tuple[Tensor, Tensor], ways: list[str], seeds: int, runs: Runs, args: argparse.Namespace
+) -> None:
+    """Fine-tune the plain network that was trained at `rate`, converted and not, at a fifth of that rate."""
     weights = runs.folder / f"{args.prefix}train-none-{rate:g}-{args.tokens}-0.pt"
     tokens = windows(data[1], args.context, args.batch)[:, :-1]
     runs.get(f"{args.prefix}noise", lambda: sign_noise(weights, tokens, args))
-    for divisor, way in itertools.product(args.divisors, ("plain", "converted")):
-        name = f"{args.prefix}finetune-{way}-{args.tokens}-{divisor}"
-        runs.get(name, lambda: fine_tuned(way, weights, rate / divisor, data, args))  # noqa: B023
+    for seed, way in itertools.product(range(seeds), ways):
+        name = f"{args.prefix}finetune-{way}-{args.tokens}-{seed}"
+        runs.get(name, lambda: fine_tuned(way, weights, rate / 5, data, args, seed))  # noqa: B023
 
 
 # ── what fits into 2 GB ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -437,9 +458,9 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *rows])
 
 
-def spread(values: list[float]) -> str:
-    deviation = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.3f}{deviation}"
+def spread(values: list[float], sign: str = "", digits: int = 3) -> str:
+    deviation = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):{sign}.{digits}f}{deviation}"
 
 
 def of_kind(found: dict[str, Any], kind: str) -> dict[str, list[dict[str, Any]]]:
@@ -527,43 +548,45 @@ def rates_part(found: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
 
 
 def conversion_part(found: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
-    pairs = []
+    body, curves = [], {}
     for prefix in ("", DEEP):
         rows = of_kind(found, f"{prefix}finetune")
-        for plain, converted in zip(rows.get("plain", []), rows.get("converted", []), strict=False):
-            pairs.append((found[f"{prefix}noise"]["sign_noise"], plain, converted))
-    if not pairs:
+        plain = {result["seed"]: result["bits_per_byte"] for result in rows.get(PLAIN, [])}
+        for way, results in rows.items():
+            first = results[0]
+            scores = [result["bits_per_byte"] for result in results]
+            behind = [100 * (score / plain[r["seed"]] - 1) for r, score in zip(results, scores, strict=True)]
+            shape, shown = f"{first['depth']} x {first['width']}", way.replace("of", "/")
+            cells = [shape, shown, f"{first['before']:.3f}", f"{first['after_conversion']:.3f}", spread(scores)]
+            cells += ["–" if way == PLAIN else f"{spread(behind, sign='+', digits=2)} %", str(len(scores))]
+            body.append([*cells, human_bytes(first["bytes_kept"])])
+            curves[f"{shown}, {first['depth']} blocks"] = in_thousands(first["curve"])
+    if not body:
         return [], {}
-    body, curves = [], {}
-    for noise, plain, converted in pairs:
-        scores = [f"{r['bits_per_byte']:.3f}" for r in (plain, converted)]
-        difference = f"{converted['bits_per_byte'] / plain['bits_per_byte'] - 1:+.2%}"
-        kept = [human_bytes(r["bytes_kept"]) for r in (plain, converted)]
-        shape, rate = f"{plain['depth']} x {plain['width']}", f"{plain['rate']:g}"
-        body.append([shape, rate, f"{plain['before']:.3f}", f"{noise:.2f}", *scores, difference, *kept])
-        for way, result in (("plain", plain), ("converted", converted)):
-            curves[f"{way}, {plain['depth']} blocks, rate {rate}"] = in_thousands(result["curve"])
+    noise = ", ".join(
+        f"{found[f'{prefix}noise']['sign_noise']:.2f}" for prefix in ("", DEEP) if f"{prefix}noise" in found
+    )
+    some = of_kind(found, "finetune")[PLAIN][0]
     parts = [
         "## A plain network, converted",
         "A plain network, trained on Shakespeare (that of the table, and one that is deeper and narrower), is made torch's own "
-        "`Sequential` of residual blocks, and "
-        '`revode.convert(model, "body", BDIA())` makes it reversible. Both are fine-tuned on the Bible with the same '
-        f"batches for {pairs[0][1]['tokens']:,} tokens, and evaluated in eval mode, where the converted one is plain too: what "
-        "differs comes from the signs that are drawn in training.",
-        "A sign adds to a block's step half of its difference from the step of the block before (**noise**, relative to the "
-        "step, a median over blocks, before fine-tuning). It would be small if neighbouring blocks made similar steps. "
-        "Theirs are nearly at right angles, so more blocks do not help.",
+        '`Sequential` of residual blocks, and `revode.convert(model, "body", scheme)` makes it reversible. All are fine-tuned '
+        f"on the Bible with the same batches for {some['tokens']:,} tokens at a rate of {some['rate']:g}. Seeds are those of "
+        "batches and signs; the network that they begin with is one.",
+        "BDIA draws a sign for each sample and block in training; in eval mode the network is the plain one. MidPoint "
+        "networks are others with the same weights, and stay so. **Behind plain**: mean and spread of the differences, seed by "
+        "seed. A sign of ±a adds a times the difference of two neighbouring blocks' steps. With a = 1/2 that is "
+        f"{noise} of a step here (a median over blocks, before fine-tuning).",
         table(
             [
                 "blocks x width",
-                "rate",
+                "network",
                 "bits per byte before",
-                "noise",
-                "plain",
-                "converted",
-                "difference",
-                "kept, plain",
-                "converted",
+                "after conversion",
+                "after fine-tuning",
+                "behind plain",
+                "seeds",
+                "kept",
             ],
             body,
         ),
@@ -620,7 +643,7 @@ def write_page(found: dict[str, Any], args: argparse.Namespace) -> None:
     seeds = max((len(results) for results in of_kind(found, "train").values()), default=0)
     origin = {
         "command": f"`python examples/language.py --tokens {args.tokens} --tune-tokens {args.tune_tokens} "
-        f"--most-rates {args.most_rates} --seeds {args.seeds} --threads {args.threads}`",
+        f"--most-rates {args.most_rates} --seeds {args.seeds} --tune-seeds {args.tune_seeds} --threads {args.threads}`",
         "seconds": round(sum(result.get("seconds", 0.0) for result in found.values())),
         "processor": processor(),
         "machine": machine(),
@@ -654,6 +677,7 @@ def arguments() -> argparse.Namespace:
         "--tune-tokens", type=int, help="of a run that tunes the rate; a quarter of --tokens unless given"
     )
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--tune-seeds", type=int, default=3, help="of fine-tuning")
     parser.add_argument("--minutes", type=float, default=10**6, help="begin no run after so many")
     parser.add_argument("--depth", type=int, default=6)
     parser.add_argument("--width", type=int, default=128)
@@ -669,17 +693,17 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("results/language-cpu"))
     parser.add_argument("--smoke", action="store_true", help="a small network on a few kB, a few steps")
     args = parser.parse_args()
-    args.windows, args.repeats, args.divisors, args.prefix = 192, 15, (5, 20), ""
+    args.windows, args.repeats, args.prefix = 192, 15, ""
     if args.smoke:
         small = {
             "tokens": 4096,
             "seeds": 1,
+            "tune_seeds": 1,
             "depth": 2,
             "width": 32,
             "context": 32,
             "windows": 12,
             "repeats": 1,
-            "divisors": (5,),
         }
         vars(args).update(small | {"most_rates": 2})
     args.tune_tokens = args.tune_tokens or args.tokens // 4
@@ -696,7 +720,7 @@ def main() -> None:
         rates = {scheme: tuned_rate(scheme, first, runs, args) for scheme in SCHEMES}
         for scheme, rate in rates.items():
             trained(scheme, 0, rate, first, runs, args)
-        compare_conversion(rates["none"], other, runs, args)
+        compare_conversion(rates["none"], other, list(CONVERSIONS), args.tune_seeds, runs, args)
         runs.get("fits", lambda: fits(args))
         if args.speed:
             for name in ("speed", "speed-compiled"):
@@ -707,7 +731,7 @@ def main() -> None:
         deep = argparse.Namespace(**vars(args) | {"prefix": DEEP, "depth": 4 * args.depth, "width": args.width // 2})
         rate = tuned_rate("none", first, runs, deep)
         trained("none", 0, rate, first, runs, deep)
-        compare_conversion(rate, other, runs, deep)
+        compare_conversion(rate, other, [PLAIN, DEFAULT], 1, runs, deep)
         for seed in range(1, args.seeds):
             for scheme, rate in rates.items():
                 trained(scheme, seed, rate, first, runs, args)

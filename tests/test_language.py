@@ -26,10 +26,14 @@ def test_every_scheme_learns_and_a_second_call_computes_nothing(tmp_path, monkey
         assert result["bits_per_byte"] < 7.0, scheme
         assert result["bytes_kept"]["own"] <= result["bytes_kept"]["store"]
         assert result["gradient_errors"]["end"].get("bfloat16, exact", 0.0) == 0.0
-    plain, converted = (language.of_kind(found, "finetune")[way][0] for way in ("plain", "converted"))
-    assert converted["before"] == plain["before"]
-    assert converted["bits_per_byte"] < converted["before"]
-    assert converted["bytes_kept"] < 0.5 * plain["bytes_kept"]
+    tuned = language.of_kind(found, "finetune")
+    assert list(tuned) == list(language.CONVERSIONS)
+    plain = tuned.pop(language.PLAIN)[0]
+    for way, (converted,) in tuned.items():
+        assert converted["before"] == plain["before"]
+        assert (converted["after_conversion"] == converted["before"]) == way.startswith("BDIA")
+        assert converted["bits_per_byte"] < converted["before"]
+        assert converted["bytes_kept"] < 0.6 * plain["bytes_kept"]
     ways = found["fits"]["ways"]
     assert ways["store"]["depth"] < ways["checkpoint"]["depth"] < ways["bdia"]["depth"]
     page = (tmp_path / "out" / "language.md").read_text()

@@ -74,9 +74,7 @@ class Conversion:
         before, left_out, name = self.num_calls_before, self.leaves_out_cache, type(model).__name__
         self.num_calls_before, self.leaves_out_cache = self.num_calls, False
         if left_out and (kwargs.get("use_cache") or any(map(is_cache, kwargs.values()))):
-            raise ValueError(
-                f"{name} was asked for a cache, which its converted blocks do not fill where gradients are recorded"
-            )
+            raise ValueError(f"{name} was asked for a cache, which its converted blocks do not fill with gradients")
         if before == self.num_calls and model.training and torch.is_grad_enabled():
             self.warn(
                 "not called",
@@ -168,9 +166,7 @@ class _BlockEvaluation(Replayed):
             y, *rest = u
             self.kind = type(u)
         if not isinstance(y, Tensor):
-            raise ValueError(
-                f"{self.name} returns {type(y).__name__}: it must return a tensor, or a tuple that begins with it"
-            )
+            raise ValueError(f"{self.name} returns {type(y).__name__}, not a tensor or a tuple that begins with one")
         if y.shape != q.shape:
             raise ValueError(
                 f"{self.name} makes shape {tuple(y.shape)} of a state of shape {tuple(q.shape)}: leave out blocks that change "
@@ -335,9 +331,7 @@ def _without_caches(conversion: Conversion, name: str, values: dict[Any, Any]) -
                 f"{name} cannot use a filled cache where gradients are recorded: give the whole input and use_cache=False, or "
                 "call the model under torch.no_grad()"
             )
-        conversion.warn(
-            "cache", "converted blocks leave out the cache where gradients are recorded: give use_cache=False"
-        )
+        conversion.warn("cache", "converted blocks leave out the cache where gradients are recorded: use_cache=False")
         conversion.leaves_out_cache = True
         refuse_updates(cache)
         values = {**values, key: None}
@@ -369,7 +363,7 @@ def convert(
         options: of `Strategy`: ``backprop``, ``exact``, ``anchor_every``, ``verify``. A blend below 1/2 implies ``exact``:
             unless given, its bits are chosen from the states of the first batch, in which each block keeps its input.
     """
-    container, path = _container(model, path)
+    container, path = blocks_of(model, path)
     children = {f"{path}.{i}".lstrip("."): getattr(m, "_orig_mod", m) for i, m in enumerate(container.children())}
     chosen = dict(list(children.items())[blocks])
     if blocks.step not in (None, 1) or not chosen:
@@ -422,7 +416,7 @@ def revert(model: Model) -> Model:
     return model
 
 
-def _container(model: nn.Module, path: str | None) -> tuple[Any, str]:
+def blocks_of(model: nn.Module, path: str | None = None) -> tuple[Any, str]:
     """Return the list of blocks at `path`, or the longest one, and its path."""
     lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential)}
     if not lists:
@@ -448,3 +442,9 @@ def _are_blocks(modules: Any) -> bool:
     made = all(any(True for _ in m.children()) and not isinstance(m, nn.ModuleList | nn.ModuleDict) for m in modules)
     kinds = [set(type(module).__mro__) for module in modules]
     return made and bool(kinds and set.intersection(*kinds) - set(nn.Module.__mro__))
+
+
+def conversions_in(model: nn.Module) -> list[Conversion]:
+    """Return what the converted blocks of a model share, once each."""
+    shared = {id(block._revode[0]): block._revode[0] for block in model.modules() if isinstance(block, Converted)}
+    return list(shared.values())

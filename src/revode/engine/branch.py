@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import itertools
 import operator
 import sys
 import warnings
@@ -22,11 +21,11 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 
 from revode.engine.grid import Grid, RangeFlags, with_strides
-from revode.engine.inspection import Contents, contents_of, hooks_hear_every_module
+from revode.engine.inspection import Contents, contents_of, hooks_hear_every_module, is_sharded
 from revode.engine.randomness import Streams
-from revode.engine.replay import Call, Record, version_of
+from revode.engine.replay import Call, Record, version_of, versions_of
 from revode.engine.settings import Autocast, Settings
-from revode.memory import adds, graph_nodes
+from revode.memory import adds, graph_leaves
 from revode.schemes import Coupling, Factor, is_number, times
 from revode.vjp import KnownField
 
@@ -179,12 +178,6 @@ def branch_name(index: int, branch: nn.Module) -> str:
     return f"branch {index} ({type(branch).__name__})"
 
 
-def is_sharded(branch: nn.Module) -> bool:
-    """Return whether FSDP2 (``fully_shard``) shards this very module."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and isinstance(branch, fsdp.FSDPModule)
-
-
 class Evaluation:
     """One branch in one forward pass, evaluated by calling it; gradients, if any, are left to ordinary autograd.
 
@@ -236,15 +229,17 @@ class Evaluation:
         kwargs = self.taken(kwargs)
         if self.context.traced:
             return self.conform(q, call(q, kwargs))
-        slots = self.contents().parameters
-        inputs = [q, *(slot.tensor for slot in slots), *(tensor_leaves(kwargs) if kwargs else ())]
-        versions = [version_of(tensor) for tensor in inputs]
+        inputs = [q, *[home[key] for home, key, _ in self.contents().parameters]]
+        if kwargs:
+            inputs += tensor_leaves(kwargs)
+        versions = versions_of(inputs)
         given = None if once or not kwargs else _look(kwargs)
         try:
             u = call(q, kwargs)
         except _FAILURES as error:
             raise self.failure(q, error) from error
-        if any(then is not None and version_of(tensor) != then for tensor, then in zip(inputs, versions, strict=True)):
+        now = versions_of(inputs)
+        if now != versions and any(a not in (None, b) for a, b in zip(versions, now, strict=True)):
             raise BranchError(
                 f"{self.name} modifies its input or its parameters in place (an inplace=True activation first in "
                 "it?): both are needed again, so give it an operation that makes a new tensor"
@@ -315,15 +310,19 @@ class Replayed(Evaluation):
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
-        context, contents = self.context, self.contents()
-        reason = _unsuitable(self.branch, contents)
+        context, contents = self.context, super().contents()
+        reason = contents.unsuitable or (_in_fp8() if contents.minds_precision else None)
         if reason is not None:
             raise BranchError(f"{self.name} {reason}")
         self.parameters = contents.named_parameters(self.name)
         self.trained = [name for name, p in self.parameters.items() if p.requires_grad]
         """Names of the parameters that had a gradient in forward; by the time of backward they may be frozen."""
-        self.versions = [version_of(parameter) for parameter in self.parameters.values()]
+        self.versions = versions_of(self.parameters.values())
         self.record = Record(contents, context.autocast, context.streams, context.grid is not None)
+
+    def contents(self) -> Contents:
+        """Return what the branch held when this pass began."""
+        return self.record.contents
 
     def release(self) -> None:
         """Let go of what a recomputation needs."""
@@ -335,7 +334,7 @@ class Replayed(Evaluation):
 
     def check_unchanged(self) -> None:
         """Raise if parameters or arguments are no longer those of the forward pass."""
-        if [version_of(parameter) for parameter in self.parameters.values()] != self.versions:
+        if versions_of(self.parameters.values()) != self.versions:
             raise RuntimeError(
                 "a parameter of a reversible sequence was modified in place between forward and backward "
                 "(an optimizer step?): its gradient would be that of another network; call backward first"
@@ -387,18 +386,22 @@ class Replayed(Evaluation):
         if not (wanted or needs_value):
             return None, (), 1.0
         u, aux, wrt = self._recompute(q, wanted)
-        gu = None if g is None else with_strides(times(g, coupling.gain), q.stride())
-        pairs = [(u, gu), *zip(tensor_leaves(aux), g_aux, strict=True)] if g_aux else [(u, gu)]
-        outputs = [(tensor, grad) for tensor, grad in pairs if grad is not None and tensor.requires_grad]
+        outputs, grads = [u], [None if g is None else with_strides(times(g, coupling.gain), q.stride())]
+        if g_aux:
+            outputs, grads = [u, *tensor_leaves(aux)], [*grads, *g_aux]
+        if g_aux or g is None or not u.requires_grad:
+            pairs = zip(outputs, grads, strict=True)
+            chosen = [(tensor, grad) for tensor, grad in pairs if grad is not None and tensor.requires_grad]
+            outputs, grads = [tensor for tensor, _ in chosen], [grad for _, grad in chosen]
         if not outputs:
             return u.detach(), [None] * len(wrt), 1.0
-        self._look_at_graph([tensor for tensor, _ in outputs], wrt, coupling)
-        products = self._grad([t for t, _ in outputs], [grad for _, grad in outputs], wrt)
-        if None in products[1:] and self.record.reads_a_cache():
-            name = next(name for name, product in zip(self.trained, products[1:], strict=False) if product is None)
+        self._look_at_graph(outputs, wrt, coupling)
+        products = self._grad(outputs, grads, wrt)
+        missing = [name for name, product in zip(self.trained, products[1:], strict=False) if product is None]
+        if missing and self.record.reads_a_cache():
             raise BranchError(
-                f"{self.name} got no gradient for its parameter {name!r}, and its forward left a tensor on the module that the "
-                "recomputation has read: a value that is computed from a parameter must not be cached, compute it in each call"
+                f"{self.name} got no gradient for its parameter {missing[0]!r}, and its forward left a tensor on the module "
+                "that the recomputation has read: a value computed from a parameter must not be cached, compute it in each call"
             )
         return u.detach(), products, 1.0
 
@@ -437,15 +440,16 @@ class Replayed(Evaluation):
 
         Warn once of a branch that contains its own skip connection.
         """
+        contents = self.record.contents
+        if contents.is_known and contents.has_skip is not None:
+            return  # modules of known classes, without hooks, use their own parameters and what they are given
         ours = {id(leaf) for leaf in leaves}
-        for node in itertools.chain.from_iterable(map(graph_nodes, outputs)):
-            variable = getattr(node, "variable", None)
-            if variable is not None and id(variable) not in ours:
+        for leaf in graph_leaves(outputs):
+            if id(leaf) not in ours:
                 raise BranchError(
-                    f"{self.name} uses a tensor of shape {tuple(variable.shape)} that requires grad but is neither its "
+                    f"{self.name} uses a tensor of shape {tuple(leaf.shape)} that requires grad but is neither its "
                     "parameter nor a keyword argument: register it, or pass it as a keyword argument, to get its gradient"
                 )
-        contents = self.record.contents
         adds_states = not (is_number(coupling.carry, 0.0) and is_number(coupling.keep, 0.0))
         if contents.has_skip is None and adds_states:
             contents.has_skip = adds(outputs[0], leaves[0], lambda name: name.startswith(_NEUTRAL))
@@ -545,23 +549,11 @@ def _look(kwargs: dict[str, Any]) -> list[Any]:
     ]
 
 
-def _unsuitable(branch: nn.Module, contents: Contents) -> str | None:
-    """Return why a branch cannot be recomputed on tensors that are lent to it, or None."""
-    modules = contents.modules
-    if any(isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.buffers()) for module in modules):
-        return "holds TorchScript code with buffers, which cannot be set back: give the module it was made from"
-    if getattr(branch, "_is_replica", False):
-        return "is a replica made by nn.DataParallel, whose parameters are copies: use DistributedDataParallel"
-    if contents.minds_precision and _fp8_is_enabled():
-        reason = "runs in FP8 (Transformer Engine), whose scales a recomputation would move a second time"
-        return f"{reason}: leave fp8_autocast, or use backprop='store'"
-    if any(is_sharded(module) for module in modules[1:]):
-        return "holds a module that is sharded by itself (fully_shard): shard the branch, the sequence or a module around it"
-    return None
-
-
-def _fp8_is_enabled() -> bool:
-    """Return whether Transformer Engine computes in FP8 just now."""
+def _in_fp8() -> str | None:
+    """Return why a branch with modules of Transformer Engine cannot be recomputed just now, or None."""
     names = ("transformer_engine.pytorch.quantization", "transformer_engine.pytorch.fp8")
     managers = [getattr(sys.modules.get(name), "FP8GlobalStateManager", None) for name in names]
-    return any(manager is not None and manager.is_fp8_enabled() for manager in managers)
+    if not any(manager is not None and manager.is_fp8_enabled() for manager in managers):
+        return None
+    reason = "runs in FP8 (Transformer Engine), whose scales a recomputation would move a second time"
+    return f"{reason}: leave fp8_autocast, or use backprop='store'"

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple, cast
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
@@ -22,6 +24,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import UninitializedParameter
 
 from revode.engine.randomness import Stream, held_by, held_streams, is_generator
+from revode.engine.tracing import compilation_is_possible, holds_compiled
 from revode.fields import AntisymmetricField, OneLayerField, SymmetricField
 from revode.operators import AntisymmetricConv, AntisymmetricDense, Bias, Conv, Dense, TVNorm
 
@@ -130,6 +133,12 @@ class Contents:
         """Whether it holds modules of Transformer Engine, which may compute in FP8."""
         self.minds_gradients = any(isinstance(module, _MIND_GRADIENTS) for module in modules)
         self.generators: list[Stream] = [] if self.is_known else self._find_generators()
+        self.holds_state = bool(self.buffers or self._statistics)
+        """Whether it has buffers of any kind."""
+        self.is_compiled = compilation_is_possible() and holds_compiled(branch)
+        """Whether it, or something in it, was compiled on its own."""
+        self.unsuitable = _unsuitable(modules)
+        """Why it cannot be recomputed on tensors that are lent to it, or None."""
         self.takes = _keywords_of(branch)
         """Names of the keyword arguments that ``forward`` takes; None if it takes any."""
         self.has_skip: bool | None = None
@@ -196,6 +205,26 @@ class Contents:
             else:
                 self.buffers.extend(slot for slot in slots if slot.tensor is not None)
 
+    def held(self) -> list[list[int]]:
+        """Return the identities of what modules of unknown classes hold as attributes, and in plain containers."""
+        found = []
+        for module in self.unknown:
+            own = list(own_attributes(module))
+            found.append([*map(id, own)])
+            for value in own:
+                if type(value) in (dict, list):
+                    found.append([*map(id, value.values() if type(value) is dict else value)])
+        return found
+
+    def tensors_held(self) -> dict[int, Tensor]:
+        """Return the tensors among what ``held`` identifies."""
+        found: dict[int, Tensor] = {}
+        for module in self.unknown:
+            for value in own_attributes(module):
+                inside = value.values() if type(value) is dict else value if type(value) in (list, tuple) else (value,)
+                found.update((id(item), item) for item in inside if isinstance(item, Tensor))
+        return found
+
     def _find_generators(self) -> list[Stream]:
         return held_streams(value for module in self.unknown for value in held_by(module))
 
@@ -229,6 +258,23 @@ class Contents:
         """Whether a call draws from torch's streams, if it draws from no others."""
         modules = self.modules if self._drawing else []
         return any(_draws(modules[i]) for i in self._drawing)
+
+
+def is_sharded(branch: nn.Module) -> bool:
+    """Return whether FSDP2 (``fully_shard``) shards this very module."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(branch, fsdp.FSDPModule)
+
+
+def _unsuitable(modules: list[nn.Module]) -> str | None:
+    """Return why a branch of these modules, itself first, cannot be recomputed on tensors that are lent to it, or None."""
+    if any(isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.buffers()) for module in modules):
+        return "holds TorchScript code with buffers, which cannot be set back: give the module it was made from"
+    if getattr(modules[0], "_is_replica", False):
+        return "is a replica made by nn.DataParallel, whose parameters are copies: use DistributedDataParallel"
+    if any(is_sharded(module) for module in modules[1:]):
+        return "holds a module that is sharded by itself (fully_shard): shard the branch, the sequence or a module around it"
+    return None
 
 
 def _hooks_on_all_modules() -> bool:

@@ -105,8 +105,8 @@ class Path:
             self.first, self.kept = step.position, {}
 
     def _apply(self, step: Step, p: Tensor | None, q: Tensor) -> Any:
-        tensors = step.tensors()
-        step.has_gradient = any(tensor is not None and tensor.requires_grad for tensor in (p, q, *tensors))
+        tensors = step.tensors()  # all of them require a gradient
+        step.has_gradient = bool(tensors) or q.requires_grad or (p is not None and p.requires_grad)
         return _Node.apply(self, step, p, q, *tensors)
 
     def advance(self, step: Step, p: Tensor | None, q: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -319,7 +319,10 @@ class _Node(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.path, ctx.step = path, step
         if step.is_planned:
-            return _placeholder(q), _placeholder(q)
+            placeholder = q.new_empty(()).expand(
+                q.shape
+            )  # looks like a state to autograd, in the memory of one element
+            return placeholder, placeholder.detach()
         q_next, aux = path.advance(step, p, q)
         _mark_what_has_no_gradient(ctx, aux)
         return torch.ops.aten.alias(q), q_next, *aux
@@ -347,11 +350,6 @@ class _End(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         ctx.path.unpack(ctx.saved_tensors)
         return None, None, *grad_outputs
-
-
-def _placeholder(state: Tensor) -> Tensor:
-    """Return a tensor that looks like a state to autograd, in the memory of one element."""
-    return state.new_empty(()).expand(state.shape)
 
 
 def _mark_what_has_no_gradient(ctx: Any, tensors: Sequence[Tensor]) -> None:

@@ -8,9 +8,10 @@ back for the recomputation, in which running statistics stay where they are.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 
-from revode.engine.inspection import Contents, Slot, evaluating, own_attributes
+from revode.engine.inspection import Contents, Slot, evaluating
 from revode.engine.randomness import (
     Draws,
     Stream,
@@ -32,7 +33,6 @@ from revode.engine.randomness import (
     undo,
 )
 from revode.engine.settings import Autocast
-from revode.engine.tracing import compilation_is_possible, holds_compiled
 
 Call = Callable[[Tensor, dict[str, Any]], Any]
 """How to evaluate a branch: (q, kwargs) -> u."""
@@ -40,18 +40,21 @@ SMALL = 4096
 """Elements of a buffer that is copied before every call; a larger one only if calls are known to change it."""
 
 
-_calls = threading.local()
-"""``stack``: the records whose branches this thread evaluates just now, each with what is left to read of what it kept; None
-in forward, where it is written."""
+class _Calls(threading.local):
+    """The calls of branches on this thread."""
+
+    def __init__(self) -> None:
+        self.stack: list[tuple[Record, Iterator[Tensor] | None]] = []
+        """The records whose branches are evaluated just now, each with what is left to read of what it kept; None in forward,
+        where it is written."""
 
 
-def _stack() -> list[tuple[Record, Iterator[Tensor] | None]]:
-    return _calls.__dict__.setdefault("stack", [])
+_calls = _Calls()
 
 
 def is_replaying() -> bool:
     """Return whether this thread is recomputing a branch."""
-    return any(kept is not None for _, kept in _stack())
+    return any(kept is not None for _, kept in _calls.stack)
 
 
 def keep(value: Any) -> Any:
@@ -79,7 +82,7 @@ def keep(value: Any) -> Any:
 
 
 def _keep(x: Tensor) -> Tensor:
-    for record, left in _stack():
+    for record, left in _calls.stack:
         if left is None:
             record.kept.append(x.detach())
             continue
@@ -114,9 +117,15 @@ def version_of(tensor: Tensor) -> int | None:
         return None
 
 
-def _parametrized_anew() -> contextlib.AbstractContextManager[None]:
-    """Parametrized weights are computed inside, whatever ``parametrize.cached`` says."""
-    return _without_cache() if parametrize._cache_enabled else contextlib.nullcontext()
+def versions_of(tensors: Iterable[Tensor]) -> list[int | None]:
+    """How often each of the tensors was modified in place, if that is known."""
+    try:
+        return [None if type(tensor) is UninitializedParameter else tensor._version for tensor in tensors]
+    except RuntimeError:  # one was made in inference mode
+        return [version_of(tensor) for tensor in tensors]
+
+
+_NOTHING = contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -231,7 +240,7 @@ def _call_as_recomputed(
     Some code is another with gradients than without; such a branch tracks them if its bits must be equal, and always where the
     code is known to differ. What was compiled on its own draws other random numbers in the two cases.
     """
-    compiled = compilation_is_possible() and holds_compiled(contents.branch)
+    compiled = contents.is_compiled
     if not (compiled or contents.minds_gradients or (to_the_bit and not contents.is_known)) or not recomputed:
         return call(q, kwargs)
     # Hide this temporary graph from the user's saved-tensor hooks. Detached: a node that keeps its own output keeps itself.
@@ -290,24 +299,43 @@ class Record:
             call: how to call the branch.
             recomputed: False if nothing that reaches the branch has a gradient, so that it is never evaluated again.
         """
-        contents, streams = self.contents, self.streams
-        with evaluating, self.autocast.restore(), _parametrized_anew():
+        contents, streams, stack = self.contents, self.streams, _calls.stack
+        with evaluating, self._surroundings():
             watched = _streams_to_watch(contents, q, kwargs, streams)
-            streams.before(watched)
-            held = [(slot, slot.tensor, version_of(slot.tensor)) for slot in contents.buffers_to_read()]
-            copies = _copies({slot.name: slot.tensor for slot in contents.buffers if _is_copied(contents, slot)})
-            found = _tensors_on(contents)
-            _stack().append((self, None))
+            if watched:
+                streams.before(watched)
+            held, copies = self._look_at_buffers() if contents.holds_state else ([], {})
+            attributes = contents.held()
+            stack.append((self, None))
             try:
                 u = _call_as_recomputed(contents, q, kwargs, call, self.to_the_bit, recomputed)
             finally:
-                _stack().pop()
-            self.cached = [weakref.ref(held) for key, held in _tensors_on(contents).items() if key not in found]
+                stack.pop()
+            if contents.held() != attributes:
+                before = set(itertools.chain.from_iterable(attributes))
+                left = contents.tensors_held()
+                self.cached = [weakref.ref(tensor) for key, tensor in left.items() if key not in before]
             self.draws = streams.after(watched) if watched else []
-            self.unchanged = [entry for entry in held if _rests(*entry, copies)]
-            self.changed = self._changed(copies, held)
+            if contents.holds_state:
+                self.unchanged = [entry for entry in held if _rests(*entry, copies)]
+                self.changed = self._changed(copies, held)
             self.modes = contents.modes()
         return u
+
+    def _surroundings(self) -> contextlib.AbstractContextManager[Any]:
+        """The autocast state of forward holds inside, and parametrized weights are computed anew."""
+        if not parametrize._cache_enabled:
+            return self.autocast.restore() if self.autocast.differs() else _NOTHING
+        both = contextlib.ExitStack()
+        both.enter_context(self.autocast.restore())
+        both.enter_context(_without_cache())
+        return both
+
+    def _look_at_buffers(self) -> tuple[list[tuple[Slot, Tensor, int | None]], dict[str, Tensor]]:
+        """Return the buffers that a call may depend on with their versions, and copies of those that it may change."""
+        contents = self.contents
+        held = [(slot, slot.tensor, version_of(slot.tensor)) for slot in contents.buffers_to_read()]
+        return held, _copies({slot.name: slot.tensor for slot in contents.buffers if _is_copied(contents, slot)})
 
     def _changed(self, copies: dict[str, Tensor], held: Sequence[Any]) -> dict[str, Tensor]:
         """Return the buffers that the call has changed, as they were before; learn which of the large ones those are."""
@@ -332,22 +360,19 @@ class Record:
             lent: tensors to use in place of its own parameters; None if its own will do.
         """
         contents = self.contents
-        with evaluating, contextlib.ExitStack() as restored:
-            if self.autocast.differs():
-                restored.enter_context(self.autocast.restore())
-            if parametrize._cache_enabled:
-                restored.enter_context(_parametrized_anew())
+        with evaluating, self._surroundings(), contextlib.ExitStack() as restored:
             if contents.modes() != self.modes:
                 restored.enter_context(_training_modes(contents, self.modes))
-            tensors = self._tensors_to_lend()
-            if tensors:
+            if contents.holds_state and (tensors := self._tensors_to_lend()):
                 restored.enter_context(_lent(tensors))
             if self.draws:
                 restored.enter_context(drawn_again(self.draws))
             left = iter(self.kept)
-            _stack().append((self, left))
-            restored.callback(_stack().pop)
-            u = _recall(contents.branch, call, q, kwargs, lent)
+            _calls.stack.append((self, left))
+            try:
+                u = _recall(contents.branch, call, q, kwargs, lent)
+            finally:
+                _calls.stack.pop()
         if next(left, None) is not None:
             raise RuntimeError(
                 "the recomputation calls revode.keep less often than forward did: keep what decides it, too"
@@ -356,7 +381,7 @@ class Record:
 
     def reads_a_cache(self) -> bool:
         """Return whether tensors that forward left on the branch's modules are still there after a recomputation."""
-        return bool(self.cached) and {id(held()) for held in self.cached} <= _tensors_on(self.contents).keys()
+        return bool(self.cached) and {id(held()) for held in self.cached} <= self.contents.tensors_held().keys()
 
     def _tensors_to_lend(self) -> list[tuple[Slot, Tensor | None]]:
         """Return what has to stand in the place of buffers, for a branch to see what it saw in forward."""
@@ -390,13 +415,3 @@ def _rests(slot: Slot, buffer: Tensor, version: int | None, copies: dict[str, Te
 
 def _is_copied(contents: Contents, slot: Slot) -> bool:
     return contents.changing is None or slot.tensor.numel() <= SMALL or slot.name in contents.changing
-
-
-def _tensors_on(contents: Contents) -> dict[int, Tensor]:
-    """Return the tensors that modules of unknown classes hold as plain attributes, or in plain containers, by identity."""
-    found: dict[int, Tensor] = {}
-    for module in contents.unknown:
-        for value in own_attributes(module):
-            inside = value.values() if type(value) is dict else value if type(value) in (list, tuple) else (value,)
-            found.update((id(item), item) for item in inside if isinstance(item, Tensor))
-    return found

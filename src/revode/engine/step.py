@@ -116,7 +116,9 @@ class Step:
             g_aux: gradients by the tensors of the aux.
         """
         evaluation, coupling, over_u = self.evaluation, self.coupling, self.evaluation.writes_over_value
-        gp, g = (None if grad is None else with_strides(grad, q.stride()) for grad in (gp, g))
+        strides = q.stride()
+        gp = None if gp is None else with_strides(gp, strides)
+        g = None if g is None else with_strides(g, strides)
         u, products, scale = evaluation.vjp(q, g, g_aux, coupling, q_next is not None)
         p = None
         if q_next is not None:
@@ -283,6 +285,8 @@ def _plus_kept(gq: Tensor | None, g: Tensor, keep: Factor, to_the_bit: bool) -> 
 
 def _scaled(product: Tensor | None, scale: Factor) -> Tensor | None:
     """Return scale * product; a view of something larger is copied, so that it does not keep that alive."""
-    if product is None or (is_number(scale, 1.0) and product._base is None):
-        return product
-    return product * scale
+    if product is None:
+        return None
+    base = product._base
+    is_whole = base is None or base.numel() == product.numel()
+    return product if is_whole and is_number(scale, 1.0) else product * scale

@@ -135,6 +135,23 @@ def graph_nodes(output: Tensor, inputs: Iterable[Tensor] = ()) -> Iterator[Any]:
         pending.extend(following for following, _ in node.next_functions)
 
 
+def graph_leaves(outputs: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The leaves that the graphs behind `outputs` end in, each once."""
+    pending: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    visited = set(pending)
+    while pending:
+        node = pending.pop()
+        following = node.next_functions
+        for after, _ in following:
+            if after is not None and after not in visited:
+                visited.add(after)
+                pending.append(after)
+        if not following:
+            leaf = getattr(node, "variable", None)
+            if leaf is not None:
+                yield leaf
+
+
 def adds(y: Tensor, x: Tensor, leads_on: Callable[[str], bool]) -> bool:
     """Whether the graph of y reaches x by a way with an addition on it.
 
