@@ -72,11 +72,9 @@ class OptimizationConfig:
     batch_size: int = _setting(64, "images per update, over all processes", at_least=1)
     accumulate: int = _setting(1, "micro-batches that an update's batch is cut into", at_least=1)
     lr: float = _setting(0.1, "learning rate (its peak, for one-cycle)", at_least=0)
-    schedule: Literal["constant", "step", "cosine", "one-cycle"] = _setting("one-cycle", "course of the learning rate")
-    milestones: tuple[int, ...] = _setting((), "where `step` divides the learning rate, as 80,120")
+    schedule: Literal["constant", "step", "one-cycle"] = _setting("one-cycle", "course of the learning rate")
+    milestones: tuple[int, ...] = _setting((), "where `step` divides the learning rate by 10, as 80,120")
     milestone_unit: Literal["epochs", "steps"] = _setting("epochs", "what milestones count")
-    decay_factor: float = _setting(0.1, "what `step` multiplies the learning rate by", at_least=0)
-    warmup_steps: int = _setting(0, "updates over which the learning rate rises from 0 (not for one-cycle)", at_least=0)
     warmup_fraction: float = _setting(
         0.3, "share of a one-cycle run in which the learning rate rises", at_least=0, below=1
     )
@@ -103,8 +101,6 @@ class ExecutionConfig:
     )
     compile: bool = _setting(False, "compile the blocks, once for each kind and shape")
     channels_last: bool = _setting(True, "memory format of the images")
-    parallel: Literal["ddp", "fsdp"] = _setting("ddp", "under torchrun: replicate or shard the network")
-    sync_batch_norm: bool = _setting(False, "under torchrun on GPUs: batch statistics over all processes")
 
 
 @dataclass(frozen=True, kw_only=True)
