@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from revode_lab import charts
@@ -202,7 +203,8 @@ def show_small_data(budget: Budget, outcomes: list[Outcome]) -> Findings:
     drawn, remarks, numbers = [chart], [], {"differences_in_points": gains}
     alike = [outcome for outcome in outcomes if not outcome.task.label.endswith("biases")]
     if alike:
-        over = show_subset(budget, alike)
+        tasks = [task for task in budget.tasks if isinstance(task, TrainingRun) and not task.label.endswith("biases")]
+        over = show_subset(replace(budget, tasks=tasks), alike)
         tables.append(over.tables[0]._replace(caption="Over the share of the images:"))
         drawn.append(over.charts[0]._replace(name="shares"))
         remarks, numbers["differences_over_shares"] = over.remarks, over.numbers["differences_in_points"]
