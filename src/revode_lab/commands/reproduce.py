@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "examples: revode reproduce memory --budget smoke\n"
         "          revode reproduce table-1 --budget cpu --dry-run\n"
-        "          revode reproduce fig-cifar-subset --budget cpu --seeds 3\n"
+        "          revode reproduce small-data --budget cpu --seeds 3\n"
         "The same command goes on where it was stopped.\n"
         "exit codes: 0 done, 2 bad input, 3 a training diverged or a measurement failed,\n"
         "            130/143 stopped by a signal and resumable"

@@ -318,7 +318,7 @@ def _training(budget: Budget, runs: list[Outcome]) -> tuple[Table, Chart]:
             "run": task.title,
             "steps": f"{result['steps']:,}",
             "training loss, first → last line": ends[task.title],
-            "peak activations": human_bytes(result["peak_activation_bytes"]),
+            "activations kept": human_bytes(result["peak_activation_bytes"]),
             f"test accuracy, ours ({budget.schedule})": percent(task.accuracy(result)),
             f"paper ({paper.DEEP_SCHEDULE})": percent(paper.CIFAR[DEEP]["cifar10"]),
         }

@@ -233,6 +233,14 @@ class TrainingRun(Task):
             config = configure(**{**values, "batch_size": self.num_images})
         return config
 
+    def gradients(self, setup: Setup) -> str:
+        """How its gradients are computed, in words."""
+        asked, network = self.config(setup).model, model_config(self.model, **self.options)
+        strategy = network.backprop if asked.backprop == "auto" else asked.backprop
+        if strategy != "reversible":
+            return {"store": "stored", "checkpoint": "checkpointed"}[strategy]
+        return "reversible, exact" if asked.exact or network.exact else "reversible"
+
     def identity(self) -> dict[str, Any]:
         ours, usual = self.config(Setup()).leaves(), Config().leaves()
         return {name: ours[name] for name in ours if name not in FREE and ours[name] != usual[name]}

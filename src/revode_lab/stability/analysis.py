@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from revode_lab.stability.bounds import LayerBound, largest_usage, step_bounds
-from revode_lab.stability.lyapunov import Lyapunov, finite_size_growth, lyapunov_exponents
+from revode_lab.stability.lyapunov import Lyapunov, lyapunov_exponents
 from revode_lab.stability.propagation import (
     Energy,
     Propagation,
@@ -49,7 +49,6 @@ class Analysis:
         num_calibrated: batch norms that had seen no data and took the statistics of the inputs.
         schemes: the integrators of the units, as they print.
         lyapunov: growth of k perturbations in tangent space.
-        finite_size: growth of one perturbation of finite size.
         bounds: the bound on h of every step; empty where the scheme has none.
         spectra: (unit, step) -> eigenvalues of the frozen ODE on a patch of the first image's state.
         propagation: norms of signal and gradient.
@@ -67,7 +66,6 @@ class Analysis:
     num_calibrated: int
     schemes: list[str]
     lyapunov: Lyapunov
-    finite_size: Lyapunov
     bounds: list[LayerBound]
     spectra: dict[tuple[int, int], Tensor]
     propagation: Propagation
@@ -114,7 +112,6 @@ class Analysis:
                 "images": self.num_images,
                 "time": self.lyapunov.time,
                 "perturbation_growth": self.lyapunov.growth,
-                "perturbation_growth_finite_size": self.finite_size.growth,
                 "lyapunov_exponents": self.lyapunov.exponents.tolist(),
                 "lyapunov_log_growth": self.lyapunov.log_growth.tolist(),
                 "step_usage": None if top is None else top.usage,
@@ -179,7 +176,6 @@ def analyze(
     few = images[:CHUNK]
     note("perturbations")
     lyapunov = lyapunov_exponents(copied, images, k=k, dtype=torch.float32, seed=seed, chunk=CHUNK)
-    finite = finite_size_growth(copied, few, seed=seed)
     note("step bounds")
     bounds = step_bounds(copied, few, tolerance=0.02, dtype=torch.float32)
     note("spectra")
@@ -202,7 +198,6 @@ def analyze(
         num_calibrated=num_calibrated,
         schemes=[repr(unit.scheme) for unit in reversible_units(model)],
         lyapunov=lyapunov,
-        finite_size=finite,
         bounds=bounds,
         spectra=spectra,
         propagation=signals,

@@ -41,8 +41,7 @@ def sentences(analysis: Analysis) -> dict[str, str]:
     found = {
         "step size": _step_size(analysis),
         "perturbations": f"Perturbations grow {lyapunov.growth:.3g} times over {analysis.num_layers} layers "
-        f"(leading Lyapunov exponent {float(lyapunov.exponents[0]):+.3g} in T = {lyapunov.time:g}); two trajectories a "
-        f"small distance apart give {analysis.finite_size.growth:.3g} times.",
+        f"(leading Lyapunov exponent {float(lyapunov.exponents[0]):+.3g} in T = {lyapunov.time:g}).",
         "signals": f"Inside the units the signal grows {signals.signal_growth:.3g} times and the gradient, on its way "
         f"back, {signals.gradient_growth:.3g} times.",
         "eigenvalues": _eigenvalues(analysis),

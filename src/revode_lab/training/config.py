@@ -51,9 +51,7 @@ class DataConfig:
 
     dataset: str = _setting("digits", "digits, cifar10, cifar100 or stl10")
     train_fraction: float = _setting(1.0, "stratified, seeded share of the training images")
-    validation: float = _setting(
-        0.0, "share of the training images held out to choose best.ckpt; 0: the last weights", at_least=0, below=1
-    )
+    validation: float = _setting(0.0, "share held out to choose best.ckpt; 0: the last weights", at_least=0, below=1)
     augment: bool = _setting(True, "random crops, and flips where they keep the meaning")
     flips: Literal["random", "alternating"] = _setting("random", "mirror by chance, or in every second epoch")
     cutout: int = _setting(0, "edge of the square that is blanked in every augmented image; 0 is none", at_least=0)
@@ -63,23 +61,17 @@ class DataConfig:
 class OptimizationConfig:
     """SGD with momentum, and its schedule. Steps are updates of the weights."""
 
-    epochs: int | None = _setting(
-        40, "passes over the training images; none leaves the length to max-steps", at_least=1
-    )
+    epochs: int | None = _setting(40, "passes over the training images; none: max-steps decides", at_least=1)
     levels: str = _setting("", "networks and image edges on the way, layers@edge:epochs, as 38@16:8,74@32:14")
     rate_per_level: bool = _setting(False, "a course of the learning rate for each level, instead of one for all")
     max_steps: int | None = _setting(None, "stop after this many updates, if that comes first", at_least=1)
     batch_size: int = _setting(64, "images per update, over all processes", at_least=1)
     accumulate: int = _setting(1, "micro-batches that an update's batch is cut into", at_least=1)
     lr: float = _setting(0.1, "learning rate (its peak, for one-cycle)", at_least=0)
-    schedule: Literal["constant", "step", "cosine", "one-cycle"] = _setting("one-cycle", "course of the learning rate")
-    milestones: tuple[int, ...] = _setting((), "where `step` divides the learning rate, as 80,120")
+    schedule: Literal["constant", "step", "one-cycle"] = _setting("one-cycle", "course of the learning rate")
+    milestones: tuple[int, ...] = _setting((), "where `step` divides the learning rate by 10, as 80,120")
     milestone_unit: Literal["epochs", "steps"] = _setting("epochs", "what milestones count")
-    decay_factor: float = _setting(0.1, "what `step` multiplies the learning rate by", at_least=0)
-    warmup_steps: int = _setting(0, "updates over which the learning rate rises from 0 (not for one-cycle)", at_least=0)
-    warmup_fraction: float = _setting(
-        0.3, "share of a one-cycle run in which the learning rate rises", at_least=0, below=1
-    )
+    warmup_fraction: float = _setting(0.3, "share of a one-cycle run in which the rate rises", at_least=0, below=1)
     momentum: float = _setting(0.9, "momentum of SGD", at_least=0, below=1)
     nesterov: bool = _setting(False, "Nesterov's momentum")
     weight_decay: float = _setting(2e-4, "decay of convolution and linear weights", at_least=0)
@@ -98,13 +90,9 @@ class ExecutionConfig:
     threads: int = _setting(
         0, "CPU threads; 0 leaves torch's choice; the last bits depend on it", at_least=0, below=MOST_THREADS + 1
     )
-    autocast: Literal["none", "bfloat16", "float16"] = _setting(
-        "none", "precision of the branches; states stay float32"
-    )
+    autocast: Literal["none", "bfloat16", "float16"] = _setting("none", "dtype of the branches; states stay float32")
     compile: bool = _setting(False, "compile the blocks, once for each kind and shape")
     channels_last: bool = _setting(True, "memory format of the images")
-    parallel: Literal["ddp", "fsdp"] = _setting("ddp", "under torchrun: replicate or shard the network")
-    sync_batch_norm: bool = _setting(False, "under torchrun on GPUs: batch statistics over all processes")
 
 
 @dataclass(frozen=True, kw_only=True)

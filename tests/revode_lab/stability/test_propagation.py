@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from small_networks import FAMILIES, images, small_network
+from small_networks import FAMILIES, finite_growth, images, small_network
 
 from revode import Leapfrog, ReversibleSequence, SymmetricField, Verlet
 from revode_lab.stability import (
     adversarial_sensitivity,
-    finite_size_growth,
     hamiltonian_energy,
     lyapunov_exponents,
     noise_sensitivity,
@@ -29,7 +28,7 @@ def test_a_pair_that_goes_on_through_squeezing_is_walked_and_measured(family):
     model = small_network(family, transition="squeeze", blocks=(2, 2), channels=(4, 16)).eval()
     walked = walk(analysis_copy(model, None), images(), lambda place, unit, parts: None)
     torch.testing.assert_close(walked, model(images()))
-    tangent, finite = lyapunov_exponents(model, images(), k=1), finite_size_growth(model, images())
+    tangent, finite = lyapunov_exponents(model, images(), k=1), finite_growth(model, images())
     assert finite.growth == pytest.approx(tangent.growth, rel=0.02)
 
 
