@@ -12,7 +12,8 @@ LARGE = 1_500_000_000
 PROGRAM = f"""
 import os, sys
 held = b"x" * {LARGE}
-os.execv(sys.executable, [sys.executable, "-c", "from revode_lab.training.terminal import memory_in_use; print(memory_in_use())"])
+program = "from revode_lab.training.terminal import memory_in_use; print(memory_in_use())"
+os.execv(sys.executable, [sys.executable, "-c", program])
 """
 
 

@@ -326,6 +326,18 @@ def test_divergence_is_diagnosed_and_the_last_good_checkpoint_kept(tmp_path, cap
     assert not (tmp_path / "run" / "result.json").exists()
 
 
+def test_divergence_by_the_learning_rate_does_not_blame_h(tmp_path):
+    """Weights that exploded make the bound on h small; at the initial weights h was within it."""
+    with pytest.raises(Diverged) as broken:
+        train(tiny(lr=1e6, schedule="constant", weight_decay=0.0, smoothness=0.0), tmp_path / "run")
+    lines = broken.value.diagnosis.splitlines()
+    (cause,) = [line for line in lines if line.startswith("likely cause: ")]
+    assert cause.startswith("likely cause: the learning rate was 1e+06")
+    assert "try lr=0.1" in cause
+    assert "option h=" not in broken.value.diagnosis
+    assert lines[-1].startswith("h = 0.1 was within its bound")
+
+
 def test_divergence_by_h_names_h_and_its_bound(tmp_path, capsys):
     words = [word for word in FLAGS if "options" not in word]
     options = "blocks=[40,4],channels=[4,8],h=50"
