@@ -16,6 +16,7 @@ from revode_lab import data
 from revode_lab.charts import Points, bars, lines, pictures, shares
 from revode_lab.files import human_bytes, human_time
 from revode_lab.page import Page
+from revode_lab.stability.monitor import MEANINGS
 from revode_lab.training.checkpoint import REPORT
 from revode_lab.training.run import Run, images_as_seen, load_run, read_metrics
 from revode_lab.training.terminal import passing
@@ -105,9 +106,10 @@ def _curves(page: Page, rows: list[dict[str, Any]]) -> None:
     names = dict.fromkeys(name for row in monitored for name in row if name not in ("kind", "step"))
     if names:
         page.heading("Stability while training")
+        page.text("Measured on a few training images, as they are without augmentation.")
     for name in names:
         words = name.replace("_", " ")
-        _curve(page, monitored, name, words, f"{words.capitalize()} on a few training images.")
+        _curve(page, monitored, name, words, MEANINGS.get(name, f"{words.capitalize()}."))
 
 
 def _curve(page: Page, rows: list[dict[str, Any]], quantity: str, axis: str, caption: str) -> None:
