@@ -130,6 +130,13 @@ class Task:
             return result
 
 
+def what_ran(name: str, model: str, options: dict[str, Any]) -> str:
+    """`name`, with the depth of the network that ran where it names a model that is of another one."""
+    layers = model_config(model, **options).num_layers
+    same = layers == model_config(model).num_layers or model not in name
+    return name if same else f"{name} cut to {layers} layers"
+
+
 def forward_flops(model: str, dataset: str, options: dict[str, Any]) -> int:
     """Floating-point operations of one image's forward pass."""
     return _flops(model, json.dumps(options | data.describe(dataset).network_options, sort_keys=True))
@@ -177,7 +184,7 @@ class TrainingRun(Task):
     @property
     def name(self) -> str:
         """The network in words."""
-        return self.label or self.model
+        return what_ran(self.label or self.model, self.model, self.options)
 
     @property
     def title(self) -> str:
