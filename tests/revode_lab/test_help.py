@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from revode_lab.cli import COMMANDS, main
+from revode_lab.reproduce import BUDGETS, ITEMS
 
 
 @pytest.mark.parametrize(
@@ -24,6 +26,16 @@ def test_help_fits_80_columns(
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) > 5
     assert [line for line in lines if len(line) > 80] == []
+
+
+def test_every_item_of_the_paper_has_a_line_of_its_own(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main(["reproduce", "--help"])
+    starts = [line.split()[0] for line in capsys.readouterr().out.splitlines() if re.match(r"  [a-z]", line)]
+    assert [word for word in starts if word in ITEMS or word in BUDGETS] == [*ITEMS, *BUDGETS]
 
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -10,6 +10,7 @@ import functools
 import hashlib
 import json
 import re
+import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -288,7 +289,7 @@ def measured_rate() -> float:
 
 
 def listing(tasks: Sequence[Task], setup: Setup) -> list[str]:
-    """One line a task: its state, its FLOPs and its time; and the sum of what is left."""
+    """Two lines a task of at most 79 characters: its state; its size, FLOPs and time. And the sum of what is left."""
     rate = measured_rate()
     lines, total = [], 0.0
     for number, task in enumerate(tasks, 1):
@@ -296,9 +297,9 @@ def listing(tasks: Sequence[Task], setup: Setup) -> list[str]:
         state = "done" if setup.finished(task) is not None else "started" if setup.folder(task).exists() else "to do"
         total += 0.0 if state == "done" else flops
         cost = f"{flops / 1e12:>10,.1f} TFLOP  {human_time(flops / rate):>8}"
-        lines.append(f"{number:>3}  {state:<8} {task.title:<58} {task.size:<44} {cost}")
-    lines.append(
+        lines += [f"{number:>3}  {state:<8} {task.title}", f"{'':<14}{task.size:<40} {cost}"]
+    left = (
         f"left to do: {total / 1e12:,.1f} TFLOP, {human_range(total / rate)} at the {rate / 1e9:.0f} GFLOP/s that a "
         "training step reaches on this CPU now (float32, one process)"
     )
-    return lines
+    return lines + textwrap.wrap(left, 79)
