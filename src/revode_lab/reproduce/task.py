@@ -289,7 +289,7 @@ def measured_rate() -> float:
 
 
 def listing(tasks: Sequence[Task], setup: Setup) -> list[str]:
-    """Two lines a task of at most 79 characters: its state; its size, FLOPs and time. And the sum of what is left."""
+    """Lines of at most 79 characters: state, size, FLOPs and time of each task, and the sum of what is left."""
     rate = measured_rate()
     lines, total = [], 0.0
     for number, task in enumerate(tasks, 1):
@@ -297,7 +297,8 @@ def listing(tasks: Sequence[Task], setup: Setup) -> list[str]:
         state = "done" if setup.finished(task) is not None else "started" if setup.folder(task).exists() else "to do"
         total += 0.0 if state == "done" else flops
         cost = f"{flops / 1e12:>10,.1f} TFLOP  {human_time(flops / rate):>8}"
-        lines += [f"{number:>3}  {state:<8} {task.title}", f"{'':<14}{task.size:<40} {cost}"]
+        lines += textwrap.wrap(f"{number:>3}  {state:<8} {task.title}", 79, subsequent_indent=" " * 14)
+        lines += [f"{'':<14}{task.size:<38} {cost}"]
     left = (
         f"left to do: {total / 1e12:,.1f} TFLOP, {human_range(total / rate)} at the {rate / 1e9:.0f} GFLOP/s that a "
         "training step reaches on this CPU now (float32, one process)"
