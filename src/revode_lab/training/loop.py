@@ -233,7 +233,7 @@ class Training:
     def announce(self) -> None:
         """Say what is trained, and what it will cost."""
         config, step = self.job.config, self.position.step
-        name, dataset = config.model.name, config.data.dataset
+        name, dataset = config.model.name, self.job.dataset.name
         if step:
             self.progress.line(f"going on with {name} on {dataset} at step {step} of {self.job.num_steps}")
         else:
@@ -414,7 +414,7 @@ def _lock_folder(config: Config, named: Path | None, stack: contextlib.ExitStack
     if named is not None:
         stack.enter_context(locked(named))
         return named
-    stem = Path("runs") / f"{config.model.name}-{config.data.dataset}-seed{config.execution.seed}"
+    stem = Path("runs") / f"{config.model.name}-{Path(config.data.dataset).name}-seed{config.execution.seed}"
     for folder in vacant_folders(stem):
         with contextlib.suppress(Taken):
             stack.enter_context(locked(folder))

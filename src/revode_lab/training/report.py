@@ -54,7 +54,7 @@ def write_report(folder: str | Path, data_root: str | None = None, out: str | Pa
     run = load_run(folder)
     config = run.config
     words = f"recipe {config.recipe}, seed {config.execution.seed}, weights of the {run.weights_of}"
-    page = Page(f"{run.model.config.name} on {config.data.dataset}", words)
+    page = Page(f"{run.model.config.name} on {Path(config.data.dataset).name}", words)
     passing("report: curves")
     _cards(page, run)
     _curves(page, read_metrics(run.folder))
@@ -68,7 +68,7 @@ def write_report(folder: str | Path, data_root: str | None = None, out: str | Pa
         passing("report: the network over its depth")
         _way_back(page, run, dataset)
         _depth(page, run, dataset)
-    _classes(page, run)
+    _classes(page, run, dataset)
     if dataset is not None and dataset.test is not None:
         passing("report: predictions")
         _predictions(page, run, dataset, dataset.test)
@@ -233,11 +233,11 @@ def _errors(unit: ReversibleSequence, x: Any) -> list[float]:
         return []
 
 
-def _classes(page: Page, run: Run) -> None:
+def _classes(page: Page, run: Run, dataset: data.Dataset | None) -> None:
     confusion = run.result.get("confusion")
-    if not confusion:
+    if not confusion or (dataset is None and data.own_images(run.config.data.dataset)):
         return
-    names = data.describe(run.config.data.dataset).class_names
+    names = (dataset or data.describe(run.config.data.dataset)).class_names
     accuracies = [row[i] / max(1, sum(row)) for i, row in enumerate(confusion)]
     worst = min(range(len(names)), key=lambda i: accuracies[i])
     page.heading("Classes")

@@ -251,7 +251,9 @@ def load_run(folder: str | Path, device: str = "cpu") -> Run:
     state = checkpoint["model"]
     if checkpoint["average"] is not None:
         state = {**state, **checkpoint["average"]["tensors"]}
-    model = build_model(config, data.describe(config.data.dataset), checkpoint.get("level", -1))
+    model = build_model(
+        config, data.describe(config.data.dataset, config.record.data_root), checkpoint.get("level", -1)
+    )
     model.load_state_dict(state)
     return Run(path, config, model.to(where).eval(), f"checkpoint at step {checkpoint['step']}", result)
 
