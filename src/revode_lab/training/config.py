@@ -122,7 +122,7 @@ class RecordConfig:
     evaluation_batch_size: int = _setting(500, "images per forward pass of an evaluation", at_least=1)
     monitor: bool = _setting(False, "follow the stability of the network during training")
     monitor_every: int = _setting(100, "updates between calls of the monitor", at_least=1)
-    report: bool = _setting(True, "write report.html at the end")
+    report: bool = _setting(True, "write report.html at every evaluation, whole at the end")
     tensorboard: bool = _setting(False, "also write TensorBoard events")
     data_root: str | None = _setting(None, "folder of the data sets; default as in `revode data get --help`")
 

@@ -323,6 +323,18 @@ class Training:
         if chooses and (position.best_accuracy is None or score.accuracy >= position.best_accuracy):
             position.best_accuracy, position.best_step = score.accuracy, position.step
             self._save(BEST)
+        if self.metrics is not None and self.job.config.record.report and position.step < self.job.num_steps:
+            self.metrics.sync()
+            self._rewrite_report()
+
+    def _rewrite_report(self) -> None:
+        """Show on the page how far the run is; a page that fails stops nothing."""
+        try:
+            from revode_lab.training.report import write_course
+
+            write_course(self.folder, self.job.config, self.plan, f"step {self.position.step} of {self.job.num_steps}")
+        except Exception as error:
+            self.progress.line(f"no page yet: {type(error).__name__}: {error}")
 
     def _score(self, split: Split, stoppable: bool = True) -> Score | None:
         score = evaluate(

@@ -18,6 +18,7 @@ from revode_lab.files import human_bytes, human_time
 from revode_lab.page import Page
 from revode_lab.stability.monitor import MEANINGS
 from revode_lab.training.checkpoint import REPORT
+from revode_lab.training.config import Config
 from revode_lab.training.run import Run, images_as_seen, load_run, read_metrics
 from revode_lab.training.terminal import passing
 
@@ -58,7 +59,7 @@ def write_report(folder: str | Path, data_root: str | None = None, out: str | Pa
     passing("report: curves")
     _cards(page, run)
     _curves(page, read_metrics(run.folder))
-    _memory(page, run)
+    _memory(page, run.result.get("plan"))
     dataset = None
     try:
         dataset = data.load(config.data.dataset, data_root or config.record.data_root)
@@ -75,6 +76,23 @@ def write_report(folder: str | Path, data_root: str | None = None, out: str | Pa
     _settings(page, run)
     passing("")
     return page.write(run.folder / REPORT if out is None else Path(out))
+
+
+def write_course(folder: Path, config: Config, plan: dict[str, Any], where: str) -> Path:
+    """Write the page of a run that goes on, from what is known without computing; it loads itself anew every minute.
+
+    Args:
+        folder: The run.
+        config: Its configuration.
+        plan: What was measured before it.
+        where: How far it is, in words.
+    """
+    words = f"recipe {config.recipe}, seed {config.execution.seed}, {where}; this page follows the run"
+    page = Page(f"{config.model.name} on {Path(config.data.dataset).name}", words, refresh=60)
+    _curves(page, read_metrics(folder))
+    _memory(page, plan)
+    page.details("Configuration", config.to_yaml())
+    return page.write(folder / REPORT)
 
 
 def _cards(page: Page, run: Run) -> None:
@@ -128,8 +146,7 @@ def _curve(page: Page, rows: list[dict[str, Any]], quantity: str, axis: str, cap
         page.figure(chart, caption, f"{axis}: {'; '.join(courses)}")
 
 
-def _memory(page: Page, run: Run) -> None:
-    plan = run.result.get("plan")
+def _memory(page: Page, plan: dict[str, Any] | None) -> None:
     if not plan:
         return
     sizes, used = plan["activation_bytes"], plan["strategy"]
