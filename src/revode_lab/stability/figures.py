@@ -112,7 +112,7 @@ def _reconstruction(analysis: Analysis) -> Curves:
     for profile in analysis.profiles:
         pieces.append((range(start, start + len(profile) - 1), profile[:-1]))
         start += len(profile) - 1
-    return {"float32": _broken(pieces)}
+    return {"float32": _broken(pieces)} if pieces else {}
 
 
 def _sensitivity(analysis: Analysis) -> Curves:

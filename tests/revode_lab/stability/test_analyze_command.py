@@ -171,7 +171,6 @@ def bad_inputs(tmp_path):
     (tmp_path / "unfinished" / "config.yaml").write_text("model: hamiltonian-digits\n")
     np.save(tmp_path / "flat.npy", np.zeros((3, 8)))
     return {
-        "no reversible units": ["resnet-32"],
         "NaN or infinity": [str(tmp_path / "nan.safetensors")],
         "no training run": [str(tmp_path / "empty")],
         "unfinished": [str(tmp_path / "unfinished")],
@@ -241,6 +240,34 @@ print(time.process_time(), peak())
     seconds, peak = map(float, done.stdout.split()[-2:])
     assert seconds < 60
     assert peak < 1e9
+
+
+def test_a_resnet_stands_beside_a_hamiltonian_network(tmp_path, capsys):
+    words = [
+        "--options",
+        "blocks=[1,1],channels=[4,8]",
+        "--against",
+        "resnet-14",
+        "--num-images",
+        "2",
+        "--threads",
+        "1",
+    ]
+    assert main(["analyze", "hamiltonian-digits", *words, "--out", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    rows = {line[:27].strip(): line[27:].split() for line in text.split("page: ")[0].splitlines() if len(line) > 60}
+    assert rows["largest real part"][1] == rows["reconstruction error"][1] == rows["h in use, of its bound"][1] == "–"
+    assert all(float(number) > 0 for number in rows["growth of perturbations"] + rows["growth of the gradient"])
+    first, second = json.loads((tmp_path / "stability.json").read_text())
+    assert (second["model"], second["layers"], second["steps"]) == ("resnet-14", 14, 4)
+    assert (second["bounds"], second["drift"], second["max_real_part"]) == ([], [], None)
+    assert first["drift"]
+    assert (tmp_path / "stability.html").read_text().count("<figure>") == 8
+
+
+def test_a_resnet_alone_says_what_it_has_not(tmp_path, capsys):
+    assert main(["analyze", "resnet-8", "--num-images", "2", "--threads", "1", "--out", str(tmp_path)]) == 0
+    assert "Its blocks are not reversible" in capsys.readouterr().out
 
 
 def test_two_networks_of_one_name_are_told_apart(tmp_path, capsys):
