@@ -50,3 +50,23 @@ def test_help_of_an_example_runs_nothing(
         runpy.run_path(str(path), run_name="__main__")
     assert stopped.value.code == 0
     assert "usage:" in capsys.readouterr().out
+
+
+def test_gpu_check_runs_on_a_cpu_and_finds_nothing_suspicious(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the compiled method, whose compiling takes minutes; a failure of a method would be named as suspicious."""
+    words = ["gpu_check.py", "--small", "--device", "cpu", "--methods", "store,checkpoint,reversible,exact"]
+    monkeypatch.setattr(sys, "argv", words)
+    runpy.run_path(str(EXAMPLES / "gpu_check.py"), run_name="__main__")
+    said = capsys.readouterr().out
+    assert said.count("| reversible |") == 3
+    assert said.count("| equal |") >= 3
+    assert "Suspicious: nothing." in said
+
+
+def test_gpu_check_names_what_fails_and_what_is_wrong() -> None:
+    check = runpy.run_path(str(EXAMPLES / "gpu_check.py"))
+    found = {"store": (1.0, 100, 1e-7), "reversible": (1.9, 90, 1e-2), "exact": (1.3, 20, 1e-5)}
+    odd = check["suspicions"]("stage", found, False)
+    assert [line.split(":")[0] for line in odd] == ["stage, reversible"] * 3
