@@ -475,11 +475,12 @@ def _container(model: nn.Module, path: str | None) -> tuple[Any, str]:
     lists = {
         name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList | nn.Sequential)
     }
+    if not lists:
+        raise ValueError(f"{type(model).__name__} has no nn.ModuleList or nn.Sequential of blocks to convert")
     if path is not None:
         if path not in lists:
-            if not lists:
-                raise ValueError(f"{type(model).__name__} has no nn.ModuleList or nn.Sequential of blocks to convert")
-            raise unknown(f"list of blocks in {type(model).__name__}", path, lists)
+            choices = f"choose one of {', '.join(map(repr, lists))}"  # '' is the model itself
+            raise unknown(f"list of blocks in {type(model).__name__}", path, lists, choices)
         return lists[path], path
     alike = {
         name: module

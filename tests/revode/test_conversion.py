@@ -277,7 +277,9 @@ def test_states_of_a_model_in_bfloat16_are_in_float32() -> None:
             r"layer1.0 makes shape \(2, 4, 5, 5\).*slice\(1",
         ),
         (lambda: revode.convert(nn.Linear(3, 3), "x"), "Linear has no nn.ModuleList or nn.Sequential of blocks"),
-        (lambda: revode.convert(nn.Linear(3, 3)), "does not tell which blocks to convert"),
+        (lambda: revode.convert(nn.Linear(3, 3)), "Linear has no nn.ModuleList or nn.Sequential of blocks"),
+        (lambda: revode.convert(nn.Sequential(nn.Linear(3, 3), nn.ReLU())), "does not tell which blocks to convert"),
+        (lambda: revode.convert(nn.Sequential(nn.Linear(3, 3)), "x"), r"choose one of ''$"),
     ],
 )
 def test_what_cannot_be_converted_gets_one_sentence(change: Callable[[], Any], message: str) -> None:

@@ -277,16 +277,17 @@ def show_table_1(budget: Budget, outcomes: list[Outcome]) -> Findings:
     split, usual = outcomes[0].task.split, next(iter(next(iter(printed.values()))))
     on_test = "" if split == "test" else " test"  # the paper's numbers always are; said where ours are not
     datasets = {o.task.dataset: o.task.dataset if o.task.dataset in NAMES else usual for o in outcomes}
-    known = PAPER_PARAMETERS.keys() & networks
+    in_paper = {name: outcome.task.label or outcome.task.model for name, outcome in networks.items()}
+    known = PAPER_PARAMETERS.keys() & in_paper.values()
     rows = []
     for name, outcome in networks.items():
         row = {"network": name, "in its blocks": outcome.task.norm, "parameters": f"{outcome.result['params']:,}"}
         if known:
-            row["paper's, M"] = f"{PAPER_PARAMETERS[name][0]:.2f}" if name in known else ABSENT
+            row["paper's, M"] = f"{PAPER_PARAMETERS[in_paper[name]][0]:.2f}" if in_paper[name] in known else ABSENT
         for dataset, theirs in datasets.items():
             ours = found.get((name, dataset), {}).values()
             row[f"{NAMES.get(dataset, dataset)} {split}, ours ({budget.schedule})"] = spread(ours)
-            row[f"{NAMES[theirs]}{on_test}, paper ({schedule})"] = percent(printed.get(name, {}).get(theirs))
+            row[f"{NAMES[theirs]}{on_test}, paper ({schedule})"] = percent(printed.get(in_paper[name], {}).get(theirs))
         rows.append(row)
     first, theirs = next(iter(datasets.items()))
     shown = NAMES.get(first, first)
@@ -296,7 +297,7 @@ def show_table_1(budget: Budget, outcomes: list[Outcome]) -> Findings:
         "accuracy, %",
         name=f"ours, {shown}{'' if split == 'test' else f' {split}'}, {budget.schedule}",
         deviations=[deviation for _, deviation in means.values()],
-        marks={name: row[theirs] for name, row in printed.items()},
+        marks={name: printed[key][theirs] for name, key in in_paper.items() if key in printed},
         marks_name=f"paper, {NAMES[theirs]}{on_test}, {schedule}",
         largest=100.0,
     )

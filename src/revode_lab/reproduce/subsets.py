@@ -73,11 +73,11 @@ def differences(first: dict[int, float], second: dict[int, float]) -> list[float
 
 def show_subset(budget: Budget, outcomes: list[Outcome]) -> Findings:
     """Accuracy of both at every share, and the difference of runs with equal seeds beside the paper's claim."""
-    found = grouped(outcomes, lambda task: (task.fraction, task.model))
+    found = grouped(outcomes, lambda task: (task.fraction, task.name))
     tasks = {outcome.task.fraction: outcome.task for outcome in outcomes}
     split, schedule = outcomes[0].task.split, budget.schedule
-    ours, theirs = dict.fromkeys(task.model for task in budget.tasks if isinstance(task, TrainingRun))
-    is_stl = ours in STL_NETWORKS
+    ours, theirs = dict.fromkeys(task.name for task in budget.tasks if isinstance(task, TrainingRun))
+    is_stl = outcomes[0].task.model in STL_NETWORKS
     claims = paper.SUBSET_GAINS["stl10" if is_stl else "cifar10"]
     rows, gains = [], {}
     for share in sorted(tasks):
@@ -98,7 +98,7 @@ def show_subset(budget: Budget, outcomes: list[Outcome]) -> Findings:
         series[model] = numbers, means
     markup = charts.lines(series, "training images", f"{split} accuracy, %", log_x=True, mark=True, errors=errors)
     caption = f"Accuracy on the {split} images over the number of training images ({schedule}); bars: ± one std."
-    norms = {outcome.task.model: outcome.task.norm for outcome in outcomes}
+    norms = {outcome.task.name: outcome.task.norm for outcome in outcomes}
     remarks = ["Inside the blocks: " + ", ".join(f"{model} has {norm}" for model, norm in norms.items()) + "."]
     if is_stl:
         average = "On average over the shares, the paper reports 3.4 points for Hamiltonian."

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from revode.engine import ReversibleSequence
 from revode_lab.stability.bounds import LayerBound, largest_usage, step_bounds
 from revode_lab.stability.lyapunov import Lyapunov, lyapunov_exponents
 from revode_lab.stability.propagation import (
@@ -29,9 +30,9 @@ from revode_lab.stability.walk import (
     analysis_copy,
     calibrate_batch_norm,
     first_not_finite,
-    reversible_units,
     steps_of,
     unit_inputs,
+    walked_units,
 )
 
 CHUNK = 8
@@ -82,24 +83,24 @@ class Analysis:
         return largest_usage(self.bounds)
 
     @property
-    def max_real(self) -> float:
-        """The largest real part of all spectra."""
-        return max(float(values.real.max()) for values in self.spectra.values())
+    def max_real(self) -> float | None:
+        """The largest real part of all spectra; None of a network without any, as the numbers below."""
+        return max((float(values.real.max()) for values in self.spectra.values()), default=None)
 
     @property
-    def radius(self) -> float:
+    def radius(self) -> float | None:
         """The largest modulus of all spectra."""
-        return max(float(values.abs().max()) for values in self.spectra.values())
+        return max((float(values.abs().max()) for values in self.spectra.values()), default=None)
 
     @property
-    def reconstruction_error(self) -> float:
+    def reconstruction_error(self) -> float | None:
         """The largest relative error of a state on the way back."""
-        return max(map(max, self.profiles))
+        return max(map(max, self.profiles), default=None)
 
     @property
-    def axis_distance(self) -> float:
+    def axis_distance(self) -> float | None:
         """The largest max |Re λ| / max |λ| of all spectra."""
-        return max(Spectrum(values, len(values), "dense").axis_distance for values in self.spectra.values())
+        return max((Spectrum(v, len(v), "dense").axis_distance for v in self.spectra.values()), default=None)
 
     def to_dict(self) -> dict[str, Any]:
         """The numbers, for JSON; what is not finite becomes None."""
@@ -158,7 +159,7 @@ def analyze(
     """Measure everything, on copies.
 
     Args:
-        model: a classifier with reversible units, with initial or trained weights.
+        model: a classifier with reversible units, or a ResNet of revode, with initial or trained weights.
         images: its inputs, standardised as for training.
         labels: their classes; the model's own predictions unless given.
         name: what to call the model.
@@ -185,10 +186,11 @@ def analyze(
     energy = hamiltonian_energy(copied, few, dtype=torch.float32)
     note("reversing")
     entrances = unit_inputs(copied, few[:2])
-    deepest, x = max(entrances, key=lambda entrance: len(entrance[0].fields))
-    num_steps = len(steps_of(deepest))
-    depths = sorted({max(1, num_steps // 4), max(1, num_steps // 2), num_steps})
-    profiles, drifts = [reconstruction_profile(*entrance) for entrance in entrances], drift(deepest, x, depths=depths)
+    profiles, drifts = [reconstruction_profile(*entrance) for entrance in entrances], []
+    if entrances:
+        deepest, x = max(entrances, key=lambda entrance: len(entrance[0].fields))
+        num_steps = len(steps_of(deepest))
+        drifts = drift(deepest, x, depths=sorted({max(1, num_steps // 4), max(1, num_steps // 2), num_steps}))
     note("sensitivity")
     half, half_labels = images[: 2 * CHUNK], None if labels is None else labels[: 2 * CHUNK]
     return Analysis(
@@ -196,7 +198,10 @@ def analyze(
         num_layers=int(getattr(model, "num_layers", 0)) or lyapunov.places[-1].depth,
         num_images=len(images),
         num_calibrated=num_calibrated,
-        schemes=[repr(unit.scheme) for unit in reversible_units(model)],
+        schemes=[
+            repr(unit.scheme) if isinstance(unit, ReversibleSequence) else "plain blocks"
+            for unit in walked_units(model)
+        ],
         lyapunov=lyapunov,
         bounds=bounds,
         spectra=spectra,

@@ -49,11 +49,16 @@ class ModelConfig:
 class DataConfig:
     """Which images."""
 
-    dataset: str = _setting("digits", "digits, cifar10, cifar100 or stl10")
+    dataset: str = _setting(
+        "digits",
+        "digits, cifar10, cifar100, stl10; your own images: folder:PATH or npz:FILE, @64 behind it for edge 64",
+    )
     train_fraction: float = _setting(1.0, "stratified, seeded share of the training images")
     validation: float = _setting(0.0, "share held out to choose best.ckpt; 0: the last weights", at_least=0, below=1)
     augment: bool = _setting(True, "random crops, and flips where they keep the meaning")
-    flips: Literal["random", "alternating"] = _setting("random", "mirror by chance, or in every second epoch")
+    flips: Literal["random", "alternating", "none"] = _setting(
+        "random", "mirror by chance, in every second epoch, or never"
+    )
     cutout: int = _setting(0, "edge of the square that is blanked in every augmented image; 0 is none", at_least=0)
 
 
@@ -105,7 +110,7 @@ class RecordConfig:
     evaluation_batch_size: int = _setting(500, "images per forward pass of an evaluation", at_least=1)
     monitor: bool = _setting(False, "follow the stability of the network during training")
     monitor_every: int = _setting(100, "updates between calls of the monitor", at_least=1)
-    report: bool = _setting(True, "write report.html at the end")
+    report: bool = _setting(True, "write report.html at every evaluation, whole at the end")
     tensorboard: bool = _setting(False, "also write TensorBoard events")
     data_root: str | None = _setting(None, "folder of the data sets; default as in `revode data get --help`")
 
@@ -477,6 +482,10 @@ def configure(config_file: str | None = None, **settings: Any) -> Config:
             raise unknown("setting", name, LEAVES, "`revode train --help` lists all")
     given = {**(read_yaml(config_file) if config_file else {}), **settings}
     given = {name: convert(LEAVES[name], value) for name, value in given.items()}
+    if ":" in given.get("dataset", ""):
+        from revode_lab.data import full_name
+
+        given["dataset"] = full_name(given["dataset"])
     recipe = given.get("recipe", "auto")
     if recipe == "auto":
         recipe = _usual_recipe(given.get("name"), given.get("dataset"))
@@ -497,4 +506,6 @@ def _usual_recipe(model: str | None, dataset: str | None) -> str:
         dataset = next((info.name for info in INFOS.values() if info.image_size == size), "cifar10")
     if dataset == "cifar10" and model in _RECIPES_OF_MODELS:
         return _RECIPES_OF_MODELS[model]
+    if dataset and ":" in dataset:
+        return "quick"
     return _USUAL_RECIPES.get(dataset or "digits", "cifar")

@@ -100,8 +100,8 @@ class Job:
     def __init__(self, config: Config, group: Group, level: int = 0) -> None:
         self.config, self.group, self.level = config, group, level
         execution = config.execution
-        # A network that does not exist should not cost a download first.
-        self.level_networks = level_networks(config, data.describe(config.data.dataset))
+        model_config(config.model.name)  # a network that does not exist should not cost reading images first
+        self.level_networks = level_networks(config, data.describe(config.data.dataset, config.record.data_root))
         self.dataset = data.load(config.data.dataset, config.record.data_root).to(group.device)
         if config.data.cutout >= self.dataset.image_size:
             raise ValueError(

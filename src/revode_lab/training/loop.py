@@ -230,7 +230,7 @@ class Training:
     def announce(self) -> None:
         """Say what is trained, and what it will cost."""
         config, step = self.job.config, self.position.step
-        name, dataset = config.model.name, config.data.dataset
+        name, dataset = config.model.name, self.job.dataset.name
         if step:
             self.progress.line(f"going on with {name} on {dataset} at step {step} of {self.job.num_steps}")
         else:
@@ -318,6 +318,18 @@ class Training:
         if chooses and (position.best_accuracy is None or score.accuracy >= position.best_accuracy):
             position.best_accuracy, position.best_step = score.accuracy, position.step
             self._save(BEST)
+        if self.metrics is not None and self.job.config.record.report and position.step < self.job.num_steps:
+            self.metrics.sync()
+            self._rewrite_report()
+
+    def _rewrite_report(self) -> None:
+        """Show on the page how far the run is; a page that fails stops nothing."""
+        try:
+            from revode_lab.training.report import write_course
+
+            write_course(self.folder, self.job.config, self.plan, f"step {self.position.step} of {self.job.num_steps}")
+        except Exception as error:
+            self.progress.line(f"no page yet: {type(error).__name__}: {error}")
 
     def _score(self, split: Split, stoppable: bool = True) -> Score | None:
         score = evaluate(
@@ -409,7 +421,7 @@ def _lock_folder(config: Config, named: Path | None, stack: contextlib.ExitStack
     if named is not None:
         stack.enter_context(locked(named))
         return named
-    stem = Path("runs") / f"{config.model.name}-{config.data.dataset}-seed{config.execution.seed}"
+    stem = Path("runs") / f"{config.model.name}-{Path(config.data.dataset).name}-seed{config.execution.seed}"
     for folder in vacant_folders(stem):
         with contextlib.suppress(Taken):
             stack.enter_context(locked(folder))

@@ -249,7 +249,7 @@ def load_run(folder: str | Path, device: str = "cpu") -> Run:
     state = checkpoint["model"]
     if checkpoint["average"] is not None:
         state = {**state, **checkpoint["average"]["tensors"]}
-    model = build_model(config, data.describe(config.data.dataset), checkpoint["level"])
+    model = build_model(config, data.describe(config.data.dataset, config.record.data_root), checkpoint["level"])
     model.load_state_dict(state)
     return Run(path, config, model.to(where).eval(), f"checkpoint at step {checkpoint['step']}", result)
 

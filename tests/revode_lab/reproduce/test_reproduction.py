@@ -13,10 +13,11 @@ import torch
 
 from revode_lab.cli import main
 from revode_lab.files import locked
+from revode_lab.reproduce import BUDGETS, ITEMS
 from revode_lab.reproduce.accuracy import spread
 from revode_lab.reproduce.depth import OverDepth, StepCost
 from revode_lab.reproduce.item import Budget, Findings, Item, Table, find_item, reproduce
-from revode_lab.reproduce.task import Setup, Task, TrainingRun
+from revode_lab.reproduce.task import Setup, Task, TrainingRun, listing
 from revode_lab.training.distributed import Group
 from revode_lab.training.job import Job
 from revode_lab.training.loop import train
@@ -169,8 +170,17 @@ def test_dry_run_lists_tasks_with_estimates_and_does_nothing(tmp_path, capsys):
     assert "CPU budget: 32 epochs" in printed
     assert printed.count("  to do  ") == 5
     assert "TFLOP" in printed
-    assert re.search(r"left to do: .* TFLOP, [\d.]+ (s|min|h) to [\d.]+ (s|min|h) at", printed)
+    assert re.search(r"left to do: .* TFLOP, [\d.]+ (s|min|h) to [\d.]+ (s|min|h) at", printed.replace("\n", " "))
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_the_tasks_of_every_item_are_listed_in_80_columns(budget, monkeypatch):
+    monkeypatch.setattr("revode_lab.reproduce.task.measured_rate", lambda: 1e10)
+    monkeypatch.setattr("revode_lab.reproduce.task.forward_flops", lambda *_: 10**9)
+    for item in ITEMS:
+        setup = Setup(budget=budget, data_root="no-such-folder")
+        assert [line for line in listing(find_item(item).plan(setup).tasks, setup) if len(line) > 80] == []
 
 
 @pytest.mark.parametrize(
