@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import operator
 import sys
 import warnings
 from collections.abc import Sequence
@@ -246,7 +247,8 @@ class Evaluation:
         if given is not None and _look(kwargs) != given:
             raise BranchError(
                 f"{self.name} changes an object among its keyword arguments (a cache of keys and values?), which its "
-                "recomputation would change again: pass none (use_cache=False), or use backprop='store'"
+                "recomputation would change again: pass none (use_cache=False), leave out blocks that do so, or use "
+                "backprop='store'"
             )
         return self.conform(q, u)
 
@@ -494,11 +496,7 @@ class Known(Replayed):
     def _holds_its_parameters(self) -> bool:
         """Return whether the field still holds the parameters of forward (``torch.func.functional_call`` lends others)."""
         held = self.branch.tensors()
-        return len(held) == len(self.parameters) and all(map(_is, held, self.parameters.values()))
-
-
-def _is(a: Any, b: Any) -> bool:
-    return a is b
+        return len(held) == len(self.parameters) and all(map(operator.is_, held, self.parameters.values()))
 
 
 def evaluation_of(context: Context, index: int, branch: nn.Module, arguments: Arguments, q: Tensor) -> Replayed:
@@ -528,25 +526,28 @@ def _alias(leaf: Any) -> Any:
 _PLAIN = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device, torch.Generator)
 
 
+def objects_in(value: Any) -> list[Any]:
+    """Return an object and all that it holds, at any depth; not what modules and classes hold."""
+    found, met = [value], set[int]()
+    for each in found:  # which grows
+        if id(each) not in met and not isinstance(each, (Tensor, nn.Module, type, *_PLAIN)):
+            met.add(id(each))
+            found.extend(_held_by(each))
+    return found
+
+
+def _held_by(value: Any) -> list[Any]:
+    inside = value if isinstance(value, dict | list | tuple | set) else getattr(value, "__dict__", ())
+    return list(inside.values() if isinstance(inside, dict) else inside)
+
+
 def _look(kwargs: dict[str, Any]) -> list[Any]:
-    """Return what a branch could change in the objects it is given: tensors and sizes inside them, a few levels deep."""
-    seen: list[Any] = []
-    level: list[Any] = [kwargs]
-    for _ in range(5):
-        following: list[Any] = []
-        for value in level:
-            if isinstance(value, Tensor):
-                seen.append((id(value), version_of(value)))
-            elif isinstance(value, dict | list | tuple | set):
-                seen.append(len(value))
-                following.extend(value.values() if isinstance(value, dict) else value)
-            elif not isinstance(value, (*_PLAIN, nn.Module, type)) and hasattr(value, "__dict__"):
-                following.extend(vars(value).values())
-                seen.append(len(vars(value)))
-            elif isinstance(value, _PLAIN):
-                seen.append(value)
-        level = following
-    return seen
+    """Return what a branch could change in the objects it is given: tensors and sizes inside them."""
+    found = objects_in(kwargs)
+    return [
+        (id(x), version_of(x)) if isinstance(x, Tensor) else x if isinstance(x, _PLAIN) else len(_held_by(x))
+        for x in found
+    ]
 
 
 def _in_fp8() -> str | None:

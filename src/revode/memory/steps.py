@@ -149,12 +149,12 @@ def _ways_of(model: nn.Module) -> tuple[dict[str, Way], list[nn.Module], list[st
         return {name: functools.partial(_with_backprop, holders, backprop) for name, backprop in named.items()}, [], []
     ways: dict[str, Way] = {STORED: contextlib.nullcontext}
     try:
-        path, blocks = blocks_of(model)
+        blocks, path = blocks_of(model)
     except ValueError as error:
         return ways, [], [f"only stored: {error}"]
     ways[CHECKPOINTED] = functools.partial(_checkpointed, blocks)
     ways[f"{REVERSIBLE}, if {path or 'the model'} is converted"] = functools.partial(_converted, model, path)
-    return ways, blocks, []
+    return ways, list(blocks), []
 
 
 def _holders(model: nn.Module) -> list[Any]:

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-SCRIPT = Path(__file__).with_name("two_processes.py")
 TOLERANCE = 1e-12
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch lacks gloo")
 
 
-def run_two_processes() -> dict[str, dict[str, Any]]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(SCRIPT)]
+def run_two_processes(script: str) -> dict[str, dict[str, Any]]:
+    path = str(Path(__file__).with_name(script))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", path]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=280, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )
@@ -35,24 +35,40 @@ def assert_small(errors: dict[str, float | str]) -> None:
 
 def test_two_processes_replicated_or_sharded_give_the_gradient_of_one() -> None:
     """All cases in one launch, which takes longer than they do."""
-    found = run_two_processes()
+    found = run_two_processes("two_processes.py")
     inside = found["fsdp"].pop("inside a branch")
     assert isinstance(inside, str), inside
     assert re.match(r"BranchError: branch 3 .*sharded by itself", inside)
     assert_small(found["ddp"])
     assert_small(found["fsdp"])
-    assert_each_branch_is_reduced_when_it_is_done(found["order"]["fsdp"])
+    assert_each_is_reduced_when_it_is_done(found["order"]["fsdp"], 20)
     assert_buckets_are_reduced_on_the_way(found["order"]["ddp"]["order"])
 
 
-def assert_each_branch_is_reduced_when_it_is_done(found: dict[str, Any]) -> None:
+def test_converted_models_sharded_by_block_give_the_gradient_of_one_process() -> None:
+    """BDIA and MidPoint, sharded before and after conversion; all cases in one launch."""
+    found = run_two_processes("converted_processes.py")
+    for each in found["order"].values():
+        assert_each_is_reduced_when_it_is_done(each, 8)
+    for kind, errors in found.items():
+        if kind.startswith("float64"):
+            assert_small(errors)
+    rounding = {"float32": 1e-6, "bfloat16": 4e-3}  # where gradients are added and rounded after the walk
+    assert all(error <= most for kind, most in rounding.items() for error in found[kind].values())
+    for errors in found["mixed precision"].values():
+        assert errors["ours"] <= 2 * errors["plain"]
+
+
+def assert_each_is_reduced_when_it_is_done(found: dict[str, Any], num_blocks: int) -> None:
     assert found["forward"] <= 2
     assert found["backward"] <= 2
     assert found["shards"] == found["parameters"] / 2
     order = [entry for entry in found["order"] if entry.startswith("run")]
-    assert order == [f"run {number}" for number in reversed(range(20))]
+    assert order == [f"run {number}" for number in reversed(range(num_blocks))]
     at = [index for index, entry in enumerate(found["order"]) if entry == "reduce"]
-    assert at[2] < found["order"].index("run 14")  # the head, and the first branches, long before the last one runs
+    assert at[2] < found["order"].index(
+        f"run {num_blocks - 6}"
+    )  # the head and the last blocks, while others still wait
 
 
 def assert_buckets_are_reduced_on_the_way(order: list[str]) -> None:

@@ -24,6 +24,7 @@ from revode import (
     ReversibleSequence,
     SymmetricField,
     Verlet,
+    Walk,
 )
 from revode.engine.grid import Grid, bytes_kept
 
@@ -137,6 +138,36 @@ def test_every_bit_is_that_of_store_at_great_depth(name: str, num_blocks: int) -
         for field in fields:
             field[0].weight.data.mul_(0.02)
     assert_exact(fields, scheme, torch.randn(2, 4))
+
+
+BLENDS = [
+    *(MidPoint(h=0.002, blend=sign * 2.0**-n) for n in range(1, 7) for sign in (1, -1)),
+    *(BDIA(h=0.002, blend=2.0**-n) for n in range(1, 7)),
+]
+
+
+@pytest.mark.parametrize("num_blocks", [10, 100, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("scheme", BLENDS, ids=repr)
+def test_every_bit_is_that_of_store_for_every_blend(scheme: Any, num_blocks: int) -> None:
+    assert_exact([tanh_layer(4) for _ in range(num_blocks)], scheme, torch.randn(2, 4))
+
+
+def test_every_bit_is_that_of_store_at_1000_blocks_with_the_blend_of_convert() -> None:
+    assert_exact([tanh_layer(4) for _ in range(1000)], BDIA(h=0.002, blend=1 / 16), torch.randn(2, 4))
+
+
+@pytest.mark.parametrize("scheme", [MidPoint(h=0.1, blend=2.0**-n) for n in range(1, 7)], ids=repr)
+def test_a_flipped_bit_of_a_remainder_is_seen(scheme: Any) -> None:
+    walk = Walk(scheme, exact=True)
+    state = walk.enter(torch.randn(2, 4))
+    for _ in range(20):
+        state = walk.step(tanh_layer(4), state)
+    assert walk._path is not None
+    remainder = walk._path.steps[7].remainder
+    assert remainder is not None
+    remainder[0] ^= 1
+    with pytest.raises(ReversalError, match="missed the state"):
+        walk.leave(state).sum().backward()
 
 
 @pytest.mark.parametrize("num_blocks", [200, pytest.param(1000, marks=pytest.mark.slow)])

@@ -149,19 +149,34 @@ def memory() -> dict[str, Any]:
     """How many branches have their whole parameters while one of them runs, and when each is reduced."""
     model = network("modules")
     branches = list(model[1].fields)
-    num_parameters = sum(p.numel() for p in model[1].parameters())
     shard_branches(model)
-    names = [[name for name, _ in branch.named_parameters()] for branch in branches]
+    x, labels = (t.chunk(2)[dist.get_rank()] for t in batches())
+    return watched_backward(
+        branches, [branch[0] for branch in branches], lambda: nn.functional.cross_entropy(model(x), labels)
+    )
+
+
+def watched_backward(
+    blocks: list[nn.Module], inside: list[nn.Module], make_loss: Callable[[], Tensor]
+) -> dict[str, Any]:
+    """Run a step of a model with sharded blocks; note how many of these are whole at a time, and when each is reduced.
+
+    Args:
+        blocks: the modules that are sharded.
+        inside: a module in each of them, whose calls are noted.
+        make_loss: runs the forward pass.
+    """
+    names = [[name for name, _ in block.named_parameters()] for block in blocks]
     whole: list[int] = []
     order: list[str] = []
 
     def look(number: int) -> None:
-        now = [[_attribute(b, name) for name in some] for b, some in zip(branches, names, strict=True)]
+        now = [[_attribute(b, name) for name in some] for b, some in zip(blocks, names, strict=True)]
         whole.append(sum(any(not isinstance(p, DTensor) for p in parameters) for parameters in now))
         order.append(f"run {number}")
 
-    for number, inner in enumerate(branches):
-        inner[0].register_forward_pre_hook(lambda *_, number=number: look(number))
+    for number, inner in enumerate(inside):
+        inner.register_forward_pre_hook(lambda *_, number=number: look(number))
     reduce = param_group.foreach_reduce
 
     def noted(*args: Any, **kwargs: Any) -> Any:
@@ -170,21 +185,20 @@ def memory() -> dict[str, Any]:
 
     param_group.foreach_reduce = noted
     try:
-        x, labels = (t.chunk(2)[dist.get_rank()] for t in batches())
-        loss = nn.functional.cross_entropy(model(x), labels)
+        loss = make_loss()
         forward = whole.copy()
         whole.clear()
         order.clear()
         loss.backward()
     finally:
         param_group.foreach_reduce = reduce
-    shards = sum(p.to_local().numel() for p in model[1].parameters() if isinstance(p, DTensor))
+    shards = [p for block in blocks for p in block.parameters() if isinstance(p, DTensor)]
     return {
         "forward": max(forward),
         "backward": max(whole),
         "order": order,
-        "shards": shards,
-        "parameters": num_parameters,
+        "shards": sum(p.to_local().numel() for p in shards),
+        "parameters": sum(p.numel() for p in shards),
     }
 
 
@@ -241,12 +255,13 @@ CASES: dict[str, dict[str, Callable[[], Any]]] = {
 }
 
 
-def main() -> None:
+def run(cases: dict[str, dict[str, Callable[[], Any]]]) -> None:
+    """Run all cases in this process and its peer; the first one prints what they return."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    results: dict[str, dict[str, Any]] = {kind: {} for kind in CASES}
-    for kind, cases in CASES.items():
-        for name, case in cases.items():
+    results: dict[str, dict[str, Any]] = {kind: {} for kind in cases}
+    for kind, some in cases.items():
+        for name, case in some.items():
             try:
                 results[kind][name] = case()
             except Exception as error:
@@ -259,4 +274,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(CASES)

@@ -154,6 +154,6 @@ def test_a_resnet_is_walked_block_by_block():
     torch.testing.assert_close(found.signal[steps], torch.stack([signal for signal, _ in norms]).detach())
     torch.testing.assert_close(found.gradient[steps], torch.stack([gradient for _, gradient in norms]))
     tangents = lyapunov_exponents(model, x, k=1)
-    assert float(finite_size_growth(model, x, size=1e-6).unit_log_growth) == pytest.approx(
+    assert float(finite_growth(model, x, size=1e-6).unit_log_growth) == pytest.approx(
         float(tangents.unit_log_growth), rel=1e-3
     )
