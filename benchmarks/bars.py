@@ -74,10 +74,6 @@ class Rows:
         """The row, if it was measured."""
         return self._rows.get((workload, method, dtype))
 
-    def ours(self) -> list[Row]:
-        """The rows of revode."""
-        return [row for row in self._rows.values() if row.method.startswith("revode")]
-
     def best(self, workload: str, dtype: str, *methods: str) -> Row | None:
         """The fastest row of several methods."""
         found = [row for row in (self.get(workload, method, dtype) for method in methods) if row is not None]
@@ -100,8 +96,8 @@ class Rows:
 _SPEED = (*STAGES, "hamiltonian-74", "hamiltonian-1202")
 
 
-def _time_over_store(*workloads: str) -> Callable[[Rows], Values]:
-    return lambda rows: rows.ratios(workloads, "revode", "store")
+def _ratios(workloads: Iterable[str], above: str, below: str, column: str = "seconds") -> Callable[[Rows], Values]:
+    return lambda rows: rows.ratios(workloads, above, below, column)
 
 
 def _fastest_peer(*workloads: str) -> Callable[[Rows], Values]:
@@ -119,9 +115,8 @@ def _fastest_peer(*workloads: str) -> Callable[[Rows], Values]:
 def _memory_over_depth(rows: Rows) -> Values:
     """Bytes for an image, since the two networks run different batches."""
     deep, shallow = rows.get("hamiltonian-1202", "revode"), rows.get("hamiltonian-74", "revode")
-    if deep is None or shallow is None:
-        return []
-    return [("", (deep.saved_bytes / deep.batch) / (shallow.saved_bytes / shallow.batch))]
+    known = deep is not None and shallow is not None
+    return [("", (deep.saved_bytes / deep.batch) / (shallow.saved_bytes / shallow.batch))] if known else []
 
 
 def _time_per_block(rows: Rows) -> Values:
@@ -152,48 +147,31 @@ def _lower_over_store(rows: Rows) -> Values:
 
 
 def _roofline(rows: Rows) -> Values:
-    found = ((workload, rows.get(workload, "revode")) for workload in _SPEED)
-    return [(workload, row.roofline) for workload, row in found if row is not None]
+    return [(name, row.roofline) for name in _SPEED if (row := rows.get(name, "revode")) is not None]
 
 
 BARS = (
-    Bar("hamiltonian-74, reversible / store time", 1.25, 1.15, True, _time_over_store("hamiltonian-74")),
-    Bar("hamiltonian-1202, reversible / store time", 1.20, 1.10, True, _time_over_store("hamiltonian-1202")),
-    Bar("each stage, reversible / store time", 1.33, 1.20, True, _time_over_store(*STAGES)),
+    Bar("hamiltonian-74, reversible / store time", 1.25, 1.15, True, _ratios(["hamiltonian-74"], "revode", "store")),
+    Bar("hamiltonian-1202, reversible / store time", 1.20, 1.10, True, _ratios(["hamiltonian-1202"], "revode", "store")),
+    Bar("each stage, reversible / store time", 1.33, 1.20, True, _ratios(STAGES, "revode", "store")),
     Bar("each stage, fastest peer library / ours", 1.10, 1.25, False, _fastest_peer(*STAGES)),
     Bar("attention-12, fastest peer library / ours", 1.0, 1.1, False, _fastest_peer("attention-12")),
-    Bar("torch checkpoint of each block / ours", 1.0, 1.1, False, lambda r: r.ratios(_SPEED, "checkpoint", "revode")),
-    Bar(
-        "bytes kept, the same checkpoint / ours",
-        1.0,
-        1.0,
-        False,
-        lambda rows: rows.ratios(_SPEED, "checkpoint", "revode", "saved_bytes"),
-    ),
-    Bar(
-        "bytes kept, store / reversible at 1202 layers",
-        20,
-        40,
-        False,
-        lambda rows: rows.ratios(["hamiltonian-1202"], "store", "revode", "saved_bytes"),
-    ),
+    Bar("torch checkpoint of each block / ours", 1.0, 1.1, False, _ratios(_SPEED, "checkpoint", "revode")),
+    Bar("bytes kept, the same checkpoint / ours", 1.0, 1.0, False, _ratios(_SPEED, "checkpoint", "revode", "saved_bytes")),
+    Bar("bytes kept, store / reversible at 1202 layers", 20, 40, False,
+        _ratios(["hamiltonian-1202"], "store", "revode", "saved_bytes")),
     Bar("bytes kept for an image, 1202 / 74 layers, reversible", 1.1, 1.0, True, _memory_over_depth),
-    Bar("exact=True / exact=False time", 1.10, 1.05, True, lambda r: r.ratios(_SPEED, "revode-exact", "revode")),
+    Bar("exact=True / exact=False time", 1.10, 1.05, True, _ratios(_SPEED, "revode-exact", "revode")),
     Bar("bare convolutions / whole step", 0.75, 0.90, False, _roofline),
     Bar("step time for a block, 1000 / 10 blocks", 1.05, 1.0, True, _time_per_block),
-    Bar("compile=True / eager, reversible", 1.0, 0.9, True, lambda r: r.ratios(STAGES, "revode-compiled", "revode")),
-    Bar(
-        "bookkeeping of tiny branches / torch checkpoint",
-        1.0,
-        0.7,
-        True,
-        lambda rows: rows.ratios(BOOKKEEPING, "revode", "checkpoint-branches"),
-    ),
+    Bar("compile=True / eager, reversible", 1.0, 0.9, True, _ratios(STAGES, "revode-compiled", "revode")),
+    Bar("bookkeeping of tiny branches / torch checkpoint", 1.0, 0.7, True,
+        _ratios(BOOKKEEPING, "revode", "checkpoint-branches")),
     Bar("aten operations of a branch, Conv+BN+ReLU, backward", 22, 16, True, _operations("revode")),
     Bar("the same with exact=True", 24, 16, True, _operations("revode-exact")),
     Bar("bfloat16, hamiltonian-74, exact: bare convolutions / step", 0.70, 0.78, False, _lower_roofline),
     Bar("bfloat16, hamiltonian-74: exact / store, both at their best", 1.33, 1.2, True, _lower_over_store),
-)
+)  # fmt: skip
 
 
 def verdicts(rows: Rows) -> list[Verdict]:

@@ -7,7 +7,6 @@ same parameters on the same input.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
@@ -31,40 +30,22 @@ exit codes: 0 done, 1 a workload failed and has no rows, 2 bad input"""
 def build_parser() -> argparse.ArgumentParser:
     """What to measure, how, and where to write."""
     parser = argparse.ArgumentParser(description=__doc__, epilog=_EPILOG, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="the main workloads only, under 3 minutes on 2 cores")
-    parser.add_argument(
-        "--workload", action="append", metavar="NAME", help="one workload; may be repeated; default: all"
-    )
-    parser.add_argument(
-        "--method",
-        action="append",
-        metavar="NAME",
-        help="one method; may be repeated; default: all that are installed\nand apply; store is always run, for the ratios",
-    )
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads; default: torch's choice")
-    parser.add_argument("--repeats", type=int, metavar="N", help="repetitions; default: 3 to 15, by time")
-    parser.add_argument("--batch", type=int, metavar="N", help="another batch than the workloads' own")
-    parser.add_argument(
-        "--layout", default="channels_last", metavar="NAME", help="of the input: channels_last (default) or contiguous"
-    )
-    parser.add_argument(
-        "--dtype",
-        default="float32",
-        metavar="NAME",
-        help="float32 (default), or bfloat16: branches under autocast, with\nbatch norm; without other libraries",
-    )
-    parser.add_argument(
-        "--extra",
-        action="store_true",
-        help="also memory budgets on hamiltonian-74, and compiled steps\nthere and on the stages (slow)",
-    )
-    parser.add_argument("--json", action="store_true", help="print the rows as JSON and nothing else")
-    parser.add_argument("--out", metavar="DIR", help="write benchmarks.json, benchmarks.html and the figures there")
-    parser.add_argument(
-        "--rows",
-        metavar="FILE",
-        help="take the rows of this benchmarks.json; measure only what\n--workload names, and replace its rows of that dtype",
-    )
+    add = parser.add_argument
+    add("--quick", action="store_true", help="the main workloads only, under 3 minutes on 2 cores")
+    add("--workload", action="append", metavar="NAME", help="one workload; may be repeated; default: all")
+    known = "default: all that are installed\nand apply; store is always run, for the ratios"
+    add("--method", action="append", metavar="NAME", help=f"one method; may be repeated; {known}")
+    add("--threads", type=int, metavar="N", help="CPU threads; default: torch's choice")
+    add("--repeats", type=int, metavar="N", help="repetitions; default: 3 to 15, by time")
+    add("--batch", type=int, metavar="N", help="another batch than the workloads' own")
+    add("--layout", default="channels_last", metavar="NAME", help="of the input: channels_last (default) or contiguous")
+    lower = "branches under autocast, with\nbatch norm; without other libraries"
+    add("--dtype", default="float32", metavar="NAME", help=f"float32 (default), or bfloat16: {lower}")
+    more = "also memory budgets on hamiltonian-74, and compiled steps\nthere and on the stages (slow)"
+    add("--extra", action="store_true", help=more)
+    add("--out", metavar="DIR", help="write benchmarks.json and the figures there")
+    given = "measure only what\n--workload names, and replace its rows of that dtype"
+    add("--rows", metavar="FILE", help=f"take the rows of this benchmarks.json; {given}")
     return parser
 
 
@@ -91,9 +72,7 @@ def run(args: argparse.Namespace) -> int:
         measured, failed = _measure(_plan(args), settings)
         rows = replaced(rows, measured)
         _note(f"{len(measured)} rows in {time.monotonic() - start:.0f} s")
-    if args.json:
-        print(json.dumps([row.summary() for row in rows], indent=1))
-    elif rows:
+    if rows:
         print(text(rows))
     if args.out:
         for path in write(rows, facts, Path(args.out)):

@@ -62,11 +62,8 @@ def check(field: SymmetricField, q: Tensor, g: Tensor) -> None:
 def row(batch: int, channels: int, edge: int) -> list[str]:
     field = SymmetricField(channels, leading=True).to(memory_format=torch.channels_last)
     weight = field.operator.weight
-    x, g, xx, gg = (
-        images(batch, channels, edge),
-        images(batch, channels, edge),
-        *(images(2 * batch, channels, edge) for _ in range(2)),
-    )
+    x, g = (images(batch, channels, edge) for _ in range(2))
+    xx, gg = (images(2 * batch, channels, edge) for _ in range(2))
     check(field, x, g)
 
     def in_chunks() -> None:
@@ -100,20 +97,12 @@ def row(batch: int, channels: int, edge: int) -> list[str]:
         action()
     ms = {name: 1e3 * statistics.median(times) for name, times in interleave(actions, REPEATS).items()}
     conv, grad = ms["conv"], ms["weight"]
-    floor = (6 * conv + 2 * grad) / (4 * conv + 2 * grad)
-    return [
-        f"{batch} x {channels} x {edge}²",
-        f"{conv:.2f}",
-        f"{grad:.2f}",
-        f"{floor:.2f}",
-        f"{ms['conv doubled'] / (2 * conv):.2f}",
-        f"{ms['weight doubled'] / (2 * grad):.2f}",
-        f"{ms['weight in chunks'] / grad:.2f}",
-        f"{ms['conv blocked'] / conv:.2f}",
-        f"{ms['weight blocked'] / grad:.2f}",
-        f"{ms['norm']:.2f}, {ms['norm given']:.2f}",
-        f"{ms['merged'] / ms['vjp']:.2f}",
-    ]
+    ratios = [(6 * conv + 2 * grad) / (4 * conv + 2 * grad), ms["conv doubled"] / (2 * conv)]
+    ratios += [ms["weight doubled"] / (2 * grad), ms["weight in chunks"] / grad]
+    ratios += [ms["conv blocked"] / conv, ms["weight blocked"] / grad]
+    numbers = [f"{number:.2f}" for number in (conv, grad, *ratios)]
+    norms, merged = f"{ms['norm']:.2f}, {ms['norm given']:.2f}", f"{ms['merged'] / ms['vjp']:.2f}"
+    return [f"{batch} x {channels} x {edge}²", *numbers, norms, merged]
 
 
 def main() -> None:

@@ -101,13 +101,6 @@ class Row:
         """Distance of the quartiles over the median."""
         return (self.seconds_high - self.seconds_low) / self.seconds
 
-    def summary(self) -> dict[str, Any]:
-        """The columns that ``--json`` promises."""
-        return {name: getattr(self, name) for name in SUMMARY}
-
-
-SUMMARY = ("workload", "method", "seconds", "ratio_to_store", "saved_bytes", "peak_bytes", "grad_error")
-
 
 def applicable(workload: Workload, methods: Iterable[Method]) -> list[Method]:
     """Those that are installed and can run the workload's scheme."""

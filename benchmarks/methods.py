@@ -228,10 +228,6 @@ def _is_exact(scheme: Scheme) -> bool:
     return scheme.invertible_exactly
 
 
-def _is_momentum(scheme: Scheme) -> bool:
-    return isinstance(scheme, Momentum) and not scheme.damping
-
-
 BUDGETS = tuple(f"revode-budget-{share}" for share in (25, 50, 75))
 COMPILED = ("revode-compiled", "revode-exact-compiled", "store-compiled")
 _USUAL = [
@@ -241,7 +237,7 @@ _USUAL = [
     _peer("memcnn", _memcnn),
     _peer("revtorch", _revtorch),
     _peer("revlib", _revlib),
-    Method("momentumnet", _momentumnet, _is_momentum, "momentumnet"),
+    Method("momentumnet", _momentumnet, lambda s: isinstance(s, Momentum) and not s.damping, "momentumnet"),
 ]
 _FURTHER = [
     Method("checkpoint-branches", _checkpoint_branches),

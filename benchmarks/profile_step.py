@@ -8,8 +8,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from cases import Case
@@ -30,8 +29,7 @@ KINDS: dict[str, str] = {
 REST = "Python and autograd"
 
 
-@dataclass(frozen=True)
-class Share:
+class Share(NamedTuple):
     """One kind of work in a step: seconds, calls, and its heaviest operation."""
 
     kind: str
@@ -41,35 +39,24 @@ class Share:
 
 
 def profile_step(case: Case, repeats: int = 3) -> tuple[float, list[Share]]:
-    """Seconds of an undisturbed step, and the shares of a profiled one scaled to it.
-
-    Args:
-        case: what to run.
-        repeats: steps to average over.
-    """
+    """Seconds of an undisturbed step, and the shares of profiled ones, averaged over `repeats`, the longest first."""
     case()
     seconds = min(clock(case) for _ in range(repeats))
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
         for _ in range(repeats):
             case()
-    events = [event for event in profiler.key_averages() if event.key.startswith(("aten::", "mkldnn"))]
-    shares = _shares(events, repeats)
-    work = sum(share.seconds for share in shares)
-    rest = max(0.0, seconds - work)
-    shares.append(Share(REST, rest, 0.0, "what no operation accounts for"))
-    return max(seconds, work), sorted(shares, key=lambda share: -share.seconds)
-
-
-def _shares(events: Iterable[Any], repeats: int) -> list[Share]:
     groups: dict[str, list[Any]] = {}
-    for event in events:
-        groups.setdefault(kind_of(event.key), []).append(event)
-    found = []
-    for kind, members in groups.items():
-        heaviest = max(members, key=lambda event: event.self_cpu_time_total)
-        total = sum(event.self_cpu_time_total for event in members) * 1e-6 / repeats
-        found.append(Share(kind, total, sum(event.count for event in members) / repeats, heaviest.key))
-    return found
+    for event in profiler.key_averages():
+        if event.key.startswith(("aten::", "mkldnn")):
+            groups.setdefault(kind_of(event.key), []).append(event)
+    shares = []
+    for kind, events in groups.items():
+        total = sum(event.self_cpu_time_total for event in events) * 1e-6 / repeats
+        heaviest = max(events, key=lambda event: event.self_cpu_time_total)
+        shares.append(Share(kind, total, sum(event.count for event in events) / repeats, heaviest.key))
+    work = sum(share.seconds for share in shares)
+    shares.append(Share(REST, max(0.0, seconds - work), 0.0, "what no operation accounts for"))
+    return max(seconds, work), sorted(shares, key=lambda share: -share.seconds)
 
 
 def kind_of(operation: str) -> str:

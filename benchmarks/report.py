@@ -13,14 +13,13 @@ from typing import Any
 
 import methods
 import torch
-from measure import WIDE, Row, Settings
+from measure import Row, Settings
 from workloads import DEPTHS, DTYPES, WORKLOADS
 
 from revode import __version__
 from revode.files import write_atomically
 from revode_lab import charts
 from revode_lab.files import human_bytes, processor
-from revode_lab.page import Page
 
 HEADER = ("method", "ms", "quartiles", "/store", "saved", "peak", "error", "floor", "ops")
 LEGEND = (
@@ -95,7 +94,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def write(rows: Sequence[Row], facts: dict[str, str], folder: Path) -> list[Path]:
-    """Write benchmarks.json, benchmarks.html and every figure that the rows are enough for; returns their paths.
+    """Write benchmarks.json and every figure that the rows are enough for; returns their paths.
 
     Args:
         rows: the measurements.
@@ -106,29 +105,11 @@ def write(rows: Sequence[Row], facts: dict[str, str], folder: Path) -> list[Path
     written = [folder / "benchmarks.json"]
     content: dict[str, Any] = {"conditions": facts, "rows": [dataclasses.asdict(row) for row in rows]}
     write_atomically(written[0], json.dumps(content, indent=1) + "\n")
-    drawn = {name: markup for name, (draw, _) in FIGURES.items() if (markup := draw(rows)) is not None}
-    written.append(_page(rows, facts, drawn).write(folder / "benchmarks.html"))
-    for name, markup in drawn.items():
-        written.append(folder / "figures" / f"{name}.svg")
-        write_atomically(written[-1], charts.standalone(markup))
+    for name, (draw, _) in FIGURES.items():
+        if (markup := draw(rows)) is not None:
+            written.append(folder / "figures" / f"{name}.svg")
+            write_atomically(written[-1], charts.standalone(markup))
     return written
-
-
-def _page(rows: Sequence[Row], facts: dict[str, str], figures: dict[str, str]) -> Page:
-    """Figures and tables for a browser."""
-    page = Page("Time, memory and gradient error of a training step", facts.get("date", ""))
-    page.text(" ".join(f"{line}." for line in LEGEND.splitlines()))
-    unsteady = [f"{row.method} on {row.workload}" for row in rows if row.spread > WIDE]
-    if unsteady:
-        page.text(f"Quartiles are too far apart for these times to mean much: {', '.join(unsteady)}.")
-    for name, markup in figures.items():
-        page.figure(markup, FIGURES[name][1], FIGURES[name][1])
-    for heading, count, own in tables(rows):
-        page.heading(heading)
-        page.table(HEADER, [cells(row) for row in own], f"{count.capitalize()}.")
-    page.heading("Conditions")
-    page.table(["what", "value"], list(facts.items()))
-    return page
 
 
 def read(path: Path) -> tuple[list[Row], dict[str, str]]:
@@ -172,13 +153,16 @@ def _time_over_memory(rows: Sequence[Row]) -> str | None:
     if len(found) < 2:
         return None
     ours = [row for row in found if row.method == "revode" or row.method in methods.BUDGETS]
-    groups = {"revode, memory_budget": sorted(ours, key=lambda row: row.saved_bytes)}
+    ours_as = "revode" if len(ours) == 1 else "revode, memory_budget"
+    groups = {ours_as: sorted(ours, key=lambda row: row.saved_bytes)}
     groups |= {row.method: [row] for row in found if row not in ours}
     series = {
         name: ([row.saved_bytes / 1e6 for row in own], [row.seconds * 1e3 for row in own])
         for name, own in groups.items()
     }
-    return charts.lines(series, "kept for backward, MB", f"step of {found[0].batch} images, ms", mark=True)
+    return charts.lines(
+        series, "kept for backward, MB", f"step of {found[0].batch} images, ms", mark=True, from_zero=True
+    )
 
 
 FIGURES = {

@@ -1,13 +1,15 @@
-"""How many of our files run during a training step, during ``revode train``, and during ``revode reproduce table-1``.
+"""How many of our files run during a training step, and during ``revode train``.
 
     .venv/bin/python benchmarks/walks.py [--files]
 
-A file counts if one of its functions is called, in the process itself or in one that it starts; importing it does not count.
+A file counts if one of its functions is called; importing it does not count.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import os
 import subprocess
 import sys
@@ -17,9 +19,6 @@ from pathlib import Path
 from typing import Any
 
 SOURCE = str(Path(__file__).resolve().parents[1] / "src") + os.sep
-TARGETS = {"one training step": 14, "revode train": 28, "revode reproduce table-1": 32}
-_PLACE = "REVODE_WALKS"
-"""The environment variable with the folder where processes leave what they saw; set, it makes this file watch on import."""
 
 
 class Watch:
@@ -52,30 +51,27 @@ def _importing(frame: Any) -> bool:
     return False
 
 
-def watch_process(place: str) -> None:
-    """Watch until this process ends, then leave the names in a file of its own."""
-    import atexit
-
-    watch = Watch()
-    atexit.register(lambda: Path(place, f"{os.getpid()}.txt").write_text("\n".join(watch.stop())))
-
-
 def files_of_command(*words: str) -> set[str]:
-    """The files that a command and the processes it starts run."""
+    """The files that a command runs, in a process of its own."""
     with tempfile.TemporaryDirectory() as place:
-        Path(place, "sitecustomize.py").write_text(Path(__file__).read_text().replace("__file__", repr(__file__)))
-        path = os.pathsep.join([place, SOURCE])
-        command = [sys.executable, "-m", "revode_lab.cli", *words]
-        environment = {**os.environ, "PYTHONPATH": path, _PLACE: place}
-        subprocess.run(command, env=environment, cwd=place, check=True, stdout=subprocess.DEVNULL)
-        return {name for file in Path(place).glob("*.txt") for name in file.read_text().split()}
+        command = [sys.executable, str(Path(__file__).resolve()), "--command", *words]
+        environment = {**os.environ, "PYTHONPATH": SOURCE}
+        done = subprocess.run(command, env=environment, cwd=place, check=True, stdout=subprocess.PIPE, text=True)
+    return set(done.stdout.split())
+
+
+def watch_command(words: list[str]) -> None:
+    """Run a command here, and print the files instead of what it says."""
+    watch = Watch()
+    with contextlib.redirect_stdout(io.StringIO()):
+        from revode_lab.cli import main
+
+        main(words)
+    print("\n".join(watch.stop()))
 
 
 def files_of_step() -> set[str]:
     """The files of one update, image to weights, of the default run."""
-    import contextlib
-    import io
-
     from revode_lab.training import configure, train
 
     found: set[str] = set()
@@ -100,19 +96,19 @@ def files_of_step() -> set[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--files", action="store_true", help="also list them")
+    parser.add_argument("--command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.command:
+        return watch_command(args.command)
     walks = {
         "one training step": files_of_step(),
         "revode train": files_of_command("train", "--max-steps", "30", "--out", "run"),
-        "revode reproduce table-1": files_of_command("reproduce", "table-1", "--budget", "smoke"),
     }
     for name, files in walks.items():
-        print(f"{name:<26} {len(files):>3} files, target {TARGETS[name]}")
+        print(f"{name:<26} {len(files):>3} files")
         if args.files:
             print("".join(f"    {file}\n" for file in sorted(files)), end="")
 
 
-if _PLACE in os.environ:
-    watch_process(os.environ[_PLACE])
-elif __name__ == "__main__":
+if __name__ == "__main__":
     main()

@@ -43,6 +43,7 @@ from revode.networks import StagedClassifier, describe
 from revode_lab.charts import lines, standalone
 from revode_lab.data import data_root
 from revode_lab.files import human_bytes, write_json
+from revode_lab.fresh import peak
 
 CLASSES = ("background", "grey", "white", "other")
 PACKAGE = "nilearn==0.14.1"
@@ -246,8 +247,7 @@ def one_step(intensity: Tensor, labels: Tensor, args: argparse.Namespace) -> Non
             start = time.monotonic()
             net.zero_grad()
             loss_of(net, scan, labels[None], args.float32).backward()
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-            print(f"a step takes {time.monotonic() - start:.1f} s; peak resident {human_bytes(peak)}", flush=True)
+            print(f"a step takes {time.monotonic() - start:.1f} s; peak resident {human_bytes(peak())}", flush=True)
     except RuntimeError as error:
         if "allocate memory" not in str(error):
             raise

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from revode.networks.zoo import create_model as create_model
     from revode.networks.zoo import list_models as list_models
     from revode.networks.zoo import register_model as register_model
+    from revode.ode import odeint as odeint
     from revode.operators import AntisymmetricConv as AntisymmetricConv
     from revode.operators import Conv as Conv
     from revode.operators import Dense as Dense
@@ -66,6 +67,7 @@ _HOMES = {
     "load": "revode.networks.files",
     "refine": "revode.networks.refinement",
     "save": "revode.networks.files",
+    "odeint": "revode.ode",
     "AntisymmetricConv": "revode.operators",
     "Conv": "revode.operators",
     "Dense": "revode.operators",

@@ -18,7 +18,7 @@ def unknown(kind: str, name: str, choices: Iterable[str], way_out: str = "") -> 
     choices = list(choices)
     near = nearest(name, choices)
     hint = f"; nearest: {', '.join(near)}" if near else ""
-    way_out = way_out or f"choose one of {', '.join(choices)}"
+    way_out = way_out or f"choose one of {', '.join(name or repr(name) for name in choices)}"
     return ValueError(f"unknown {kind} {name!r}{hint}; {way_out}")
 
 

@@ -1,10 +1,12 @@
 """What the paper adds to the loss: weight smoothness in time, and weight decay on kernels only.
 
-Within a unit, over neighbouring kernels of equal shape (paper, "Regularization"),
+Over all blocks j that run one after the other (paper, "Regularization"),
 
     R_h(K) = h Σ_j Σ_k ‖(K_{j+1,k} - K_{j,k}) / h‖²,
 
-where k counts the kernels within a block. `smoothness` is R_h as a differentiable scalar; `smoothness_gradient_` adds its
+where k counts the kernels within a block. The paper's sum knows no units, so a unit's last block and the first block of the
+next are neighbours where both run at one width (``pool_pad``). A transition ends the sum: behind it kernels have other shapes,
+or act on pixels of another distance. `smoothness` is R_h as a differentiable scalar; `smoothness_gradient_` adds its
 gradient to ``.grad`` and keeps nothing, which is what a training step wants. Both work on a network of `create_model`, on a
 `ReversibleSequence` and on any module that contains some.
 """
@@ -13,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -34,12 +36,15 @@ def kernel_chains(model: nn.Module) -> list[KernelChain]:
     """The chains over which R_h sums; a kernel that two branches share is in one chain only."""
     seen: set[int] = set()
     chains = []
-    for fields, per_block, h in _units(model):
+    for unit in model.modules():
+        if not isinstance(unit, ReversibleSequence):
+            continue
+        per_block = unit.scheme.fields_per_step
         for k in range(per_block):
-            for kernels in _by_name(fields[k::per_block]):
+            for kernels in _by_name(list(unit.fields)[k::per_block]):
                 fresh = [kernel for kernel in kernels if id(kernel) not in seen]
                 seen.update(map(id, fresh))
-                chains.extend(KernelChain(run, h) for run in _runs_of_equal_shape(fresh) if len(run) > 1)
+                chains.extend(KernelChain(run, unit.scheme.h) for run in _runs_of_equal_shape(fresh) if len(run) > 1)
     return chains
 
 
@@ -95,18 +100,6 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
-
-
-def _units(model: nn.Module) -> Iterator[tuple[Sequence[nn.Module], int, float]]:
-    """Branches, branches in a block and h of each unit: as a network counts them (wrapped or not), or one for each sequence."""
-    network = next((module for module in model.modules() if callable(getattr(module, "units", None))), None)
-    if network is not None:
-        for unit in network.units():  # type: ignore[operator]
-            yield unit.fields, unit.fields_per_block, unit.h
-        return
-    for module in model.modules():
-        if isinstance(module, ReversibleSequence):
-            yield list(module.fields), module.scheme.fields_per_step, module.scheme.h
 
 
 def _by_name(fields: Sequence[nn.Module]) -> list[list[nn.Parameter]]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import io
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -109,15 +110,27 @@ def look(index: int) -> dict[str, Any]:
 
 
 def plain_numbers(axis: Any, values: Sequence[float]) -> None:
-    """Write 0.02 and 50 on a logarithmic axis that spans little, and leave powers of ten where it spans much."""
-    from matplotlib.ticker import FuncFormatter
+    """Write 0.02 and 50 on a logarithmic axis that spans little, and leave powers of ten where it spans much.
+
+    An axis of two decades or less has ticks within each decade, so that more than one has a number.
+    """
+    from matplotlib.ticker import FuncFormatter, LogLocator
 
     positive = [value for value in values if value > 0]
     ratio = max(positive) / min(positive) if positive else 1.0
+    if ratio < 300:
+        axis.set_major_locator(LogLocator(subs=(1, 2, 3, 4, 6, 8) if ratio < 10 else (1, 2, 5)))
+        axis.set_minor_formatter("")
     if ratio < 1e4:
-        short = FuncFormatter(lambda value, _: f"{value:g}")
-        axis.set_major_formatter(short)
-        axis.set_minor_formatter(short if ratio < 10 else "")
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+def _span(axes: Any, values: Sequence[float]) -> None:
+    """Have the y axis reach over a fifth of its largest value, so that noise does not look like a course."""
+    low, high = min(values, default=0.0), max(values, default=0.0)
+    missing = 0.2 * max(abs(low), abs(high)) - (high - low)
+    if missing > 0:
+        axes.set_ylim(low - missing / 2, high + missing / 2)
 
 
 @chart()
@@ -134,8 +147,9 @@ def lines(
     points: Sequence[str] = (),
     borders: Sequence[float] | None = None,
     levels: Mapping[str, float] | None = None,
+    from_zero: bool = False,
 ) -> None:
-    """Curves by name; a curve is broken where it is NaN.
+    """Curves by name; a curve is broken where it is NaN. An axis of whole numbers has no ticks between them.
 
     Args:
         axes: Where to draw.
@@ -143,12 +157,13 @@ def lines(
         xlabel: Under the x axis.
         ylabel: Beside the y axis.
         log_x: Whether x is logarithmic, with a tick at each of its values.
-        log_y: Whether y is logarithmic.
+        log_y: Whether y is logarithmic where its values span a factor of four.
         mark: Whether every point has a marker.
         errors: Name -> half the length of the bar at each point.
         points: Names whose points are marked and not joined.
         borders: Where thin lines stand on an axis of whole numbers.
         levels: Name -> height of a line across; the axis then starts at 0.
+        from_zero: Whether both axes start at 0.
     """
     for index, (name, (x, y)) in enumerate(series.items()):
         style = look(index) | {"linestyle": "none" if name in points else "-" if index < len(COLOURS) else "--"}
@@ -157,7 +172,7 @@ def lines(
     axes.set(xlabel=xlabel, ylabel=ylabel)
     for border in borders or ():
         axes.axvline(border, color=INK, linewidth=0.8, linestyle=":", alpha=0.7)
-    if borders is not None:
+    if borders is not None or all(float(value).is_integer() for x, _ in series.values() for value in x):
         axes.locator_params(axis="x", integer=True)
     for name, height in (levels or {}).items():
         axes.axhline(height, color=COLOURS[4], linewidth=1.2, label=name)
@@ -167,9 +182,15 @@ def lines(
         axes.set_xscale("log" if len(ticks) > 1 else "linear")
         axes.set_xticks(ticks, [f"{value:g}" for value in ticks], fontsize=9)
         axes.set_xticks([], minor=True)
-    if log_y:
+    values = [value for _, y in series.values() for value in y if math.isfinite(value)]
+    positive = [value for value in values if value > 0]
+    if log_y and positive and max(positive) > 4 * min(positive):
         axes.set_yscale("log")
-        plain_numbers(axes.yaxis, [value for _, y in series.values() for value in y])
+        plain_numbers(axes.yaxis, positive)
+    elif from_zero:
+        axes.set(xlim=(0, None), ylim=(0, None))
+    elif not levels:
+        _span(axes, values)
     if len(series) > 3:  # too many to leave room for the curves
         axes.figure.set_figheight(axes.figure.get_figheight() + 0.11 * len(series))
         axes.figure.legend(loc="outside lower center", ncols=2)

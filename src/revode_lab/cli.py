@@ -15,7 +15,7 @@ COMMANDS = {
     "data": "fetch and verify data sets",
     "train": "train a network; with no argument, a Hamiltonian network on the embedded digits",
     "eval": "score a training run",
-    "report": "write a run's self-contained HTML report",
+    "report": "write a self-contained HTML report of a run, or one page about several",
     "export": "export a run's model to ONNX",
     "analyze": "stability report of a model or run",
     "reproduce": "regenerate a table or figure of the paper",

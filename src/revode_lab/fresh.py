@@ -54,7 +54,10 @@ def reset_peak() -> int:
 
 
 def peak() -> int:
-    """The peak resident set in bytes."""
+    """The peak resident set in bytes: of this program where the system tells (``VmHWM``).
+
+    ``ru_maxrss``, which stands in elsewhere, begins at the peak of the program that started this one.
+    """
     with contextlib.suppress(OSError), open("/proc/self/status") as stream:
         for line in stream:
             if line.startswith("VmHWM:"):

@@ -31,10 +31,12 @@ class Page:
     Args:
         title: Heading of the page and title of the window.
         subtitle: A line under the heading.
+        refresh: Seconds after which an open page loads itself anew; 0: never.
     """
 
-    def __init__(self, title: str, subtitle: str = "") -> None:
+    def __init__(self, title: str, subtitle: str = "", refresh: int = 0) -> None:
         self.title = title
+        self.refresh = refresh
         self.subtitle = subtitle
         self._blocks: list[dict[str, Any]] = []
 
@@ -86,7 +88,7 @@ class Page:
         environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
         groups = [(kind, list(blocks)) for kind, blocks in itertools.groupby(self._blocks, key=lambda b: b["kind"])]
         template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
-        return template.render(title=self.title, subtitle=self.subtitle, groups=groups)
+        return template.render(title=self.title, subtitle=self.subtitle, refresh=self.refresh, groups=groups)
 
     def write(self, path: str | os.PathLike[str]) -> Path:
         """Write the document in one atomic step: a reader finds the old page or the new one, never a part."""

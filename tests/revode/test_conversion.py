@@ -278,6 +278,7 @@ def test_states_of_a_model_in_bfloat16_are_in_float32() -> None:
         ),
         (lambda: revode.convert(nn.Linear(3, 3), "x"), "Linear has no nn.ModuleList or nn.Sequential of blocks"),
         (lambda: revode.convert(nn.Linear(3, 3)), "Linear has no nn.ModuleList or nn.Sequential of blocks"),
+        (lambda: revode.convert(nn.Sequential(nn.Linear(3, 3)), "x"), r"choose one of ''$"),
         (
             lambda: revode.convert(nn.ModuleDict({name: encoder() for name in "ab"})),
             r"does not tell which.*one list after the other.*'a.layers', 'b.layers'",

@@ -121,7 +121,7 @@ def test_do_not_use_it_where_parameters_are_the_memory() -> None:
 def test_a_model_without_blocks_is_shown_as_it_is() -> None:
     found = report(nn.Linear(4, 4), torch.randn(2, 4))
     assert list(found.costs) == ["stored"]
-    assert found.remarks[0].startswith("only stored: Linear does not tell which blocks to convert")
+    assert found.remarks[0].startswith("only stored: Linear has no nn.ModuleList or nn.Sequential of blocks")
     assert "no reversible blocks to compare with" in str(found)
 
 

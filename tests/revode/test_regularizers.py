@@ -17,18 +17,22 @@ NAMES = ["hamiltonian-26", "hamiltonian-1layer-26", "midpoint-26", "leapfrog-26"
 
 
 def hamiltonian_formula(model):
-    """R_h written out for rule H: units of blocks, in each a kernel of F and one of G."""
+    """R_h written out for rule H over all blocks of the network: each has a kernel of F and one of G."""
+    blocks = [
+        [f.operator.weight for f in unit.fields[i : i + 2]]
+        for unit in model.units()
+        for i in range(0, len(unit.fields), 2)
+    ]
+    h = model.config.step_size(0)
     total = 0.0
-    for unit in model.units():
-        for k in (0, 1):
-            kernels = [field.operator.weight for field in unit.fields[k::2]]
-            for first, second in itertools.pairwise(kernels):
-                if first.shape == second.shape:
-                    total = total + unit.h * (((first - second) / unit.h) ** 2).sum()
+    for one, next_one in itertools.pairwise(blocks):  # widths differ from one unit of the network to the next
+        for first, second in zip(one, next_one, strict=True):
+            if first.shape == second.shape:
+                total = total + h * (((first - second) / h) ** 2).sum()
     return total
 
 
-@pytest.mark.parametrize("name", ["hamiltonian-38", "hamiltonian-74"])
+@pytest.mark.parametrize("name", ["hamiltonian-26", "hamiltonian-38", "hamiltonian-74"])
 def test_value_and_gradient_equal_the_formula(name):
     model = revode.create_model(name).double()
     expected = hamiltonian_formula(model)
@@ -42,11 +46,19 @@ def test_value_and_gradient_equal_the_formula(name):
             torch.testing.assert_close(found, grad, rtol=1e-10, atol=1e-12)
 
 
-def test_units_and_shapes_bound_the_chains():
+def test_every_pair_of_blocks_in_a_row_at_one_width_counts():
+    """Rule H: the first block of units 2 and 3 runs at the width before, right behind the unit before."""
+    chains = kernel_chains(revode.create_model("hamiltonian-26"))  # 2-2-2 blocks: three, two and one in a row
+    assert [len(chain.kernels) for chain in chains] == [3, 3, 2, 2]
     chains = kernel_chains(revode.create_model("hamiltonian-74"))
-    assert [len(chain.kernels) for chain in chains] == [6, 6, 5, 5, 5, 5]
+    assert [len(chain.kernels) for chain in chains] == [7, 7, 6, 6, 5, 5]
     chains = kernel_chains(revode.create_model("hamiltonian-1layer-26"))
-    assert [len(chain.kernels) for chain in chains] == [4, 3, 3]
+    assert [len(chain.kernels) for chain in chains] == [5, 4, 3]
+
+
+def test_transitions_end_the_chains():
+    equal = revode.create_model("hamiltonian-26", channels=(32, 32, 32))
+    assert [len(chain.kernels) for chain in kernel_chains(equal)] == [3, 3, 2, 2]
     assert [len(chain.kernels) for chain in kernel_chains(revode.create_model("midpoint-26"))] == [3, 3, 3]
     assert kernel_chains(revode.create_model("resnet-14")) == []
 

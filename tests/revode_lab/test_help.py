@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from revode_lab.cli import COMMANDS, main
+from revode_lab.reproduce import BUDGETS, ITEMS
 
 
 @pytest.mark.parametrize(
@@ -26,6 +28,16 @@ def test_help_fits_80_columns(
     assert [line for line in lines if len(line) > 80] == []
 
 
+def test_every_item_of_the_paper_has_a_line_of_its_own(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main(["reproduce", "--help"])
+    starts = [line.split()[0] for line in capsys.readouterr().out.splitlines() if re.match(r"  [a-z]", line)]
+    assert [word for word in starts if word in ITEMS or word in BUDGETS] == [*ITEMS, *BUDGETS]
+
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -38,3 +50,23 @@ def test_help_of_an_example_runs_nothing(
         runpy.run_path(str(path), run_name="__main__")
     assert stopped.value.code == 0
     assert "usage:" in capsys.readouterr().out
+
+
+def test_gpu_check_runs_on_a_cpu_and_finds_nothing_suspicious(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the compiled method, whose compiling takes minutes; a failure of a method would be named as suspicious."""
+    words = ["gpu_check.py", "--small", "--device", "cpu", "--methods", "store,checkpoint,reversible,exact"]
+    monkeypatch.setattr(sys, "argv", words)
+    runpy.run_path(str(EXAMPLES / "gpu_check.py"), run_name="__main__")
+    said = capsys.readouterr().out
+    assert said.count("| reversible |") == 3
+    assert said.count("| equal |") >= 3
+    assert "Suspicious: nothing." in said
+
+
+def test_gpu_check_names_what_fails_and_what_is_wrong() -> None:
+    check = runpy.run_path(str(EXAMPLES / "gpu_check.py"))
+    found = {"store": (1.0, 100, 1e-7), "reversible": (1.9, 90, 1e-2), "exact": (1.3, 20, 1e-5)}
+    odd = check["suspicions"]("stage", found, False)
+    assert [line.split(":")[0] for line in odd] == ["stage, reversible"] * 3

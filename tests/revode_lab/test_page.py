@@ -107,3 +107,29 @@ def test_write_is_atomic(tmp_path, monkeypatch):
         Page("other").write(path)
     assert path.read_text() == before
     assert os.listdir(tmp_path) == ["page.html"]
+
+
+def test_a_table_of_ten_columns_is_seen_whole_on_a_laptop(tmp_path):
+    from browser import Visit
+
+    heads = [
+        "network",
+        "layers",
+        "paper's theory",
+        "largest Re λ",
+        "max abs Re λ / max abs λ",
+        "h in use, of its bound",
+    ]
+    heads += [f"growth of {what}" for what in ("perturbations", "the signal", "the gradient")]
+    page = Page("wide")
+    page.table(
+        [*heads, "reconstruction error, float32"],
+        [["hamiltonian-74", 18, "stability not guaranteed", *7 * ["1.8e-08"]]],
+    )
+    measure = (
+        "<script>for (const e of document.querySelectorAll('.scroll')) e.id = e.scrollWidth - e.clientWidth</script>"
+    )
+    text = re.sub(r"<meta http-equiv.*?>", "", page.render()).replace("</body>", f"{measure}</body>")
+    (tmp_path / "wide.html").write_text(text)
+    hidden = re.findall(r'class="scroll" id="(\d+)"', Visit(tmp_path / "wide.html", "1280,900").document)
+    assert hidden == ["0"]

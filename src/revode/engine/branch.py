@@ -386,7 +386,8 @@ class Replayed(Evaluation):
         if not (wanted or needs_value):
             return None, (), 1.0
         u, aux, wrt = self._recompute(q, wanted)
-        outputs, grads = [u], [None if g is None else with_strides(times(g, coupling.gain), q.stride())]
+        outputs: list[Tensor] = [u]
+        grads: list[Any] = [None if g is None else with_strides(times(g, coupling.gain), q.stride())]
         if g_aux:
             outputs, grads = [u, *tensor_leaves(aux)], [*grads, *g_aux]
         if g_aux or g is None or not u.requires_grad:

@@ -130,6 +130,16 @@ class Path:
         step.aux = Template(aux)
         return q_next, [tensor.clone() for tensor in tensor_leaves(aux)]  # never a view of a state or an input
 
+    def forget(self, p: Tensor | None, q: Tensor) -> None:
+        """Forget the newest step, which was made from (p, q); that pair is kept in the place of the one behind it."""
+        if not self.steps:
+            raise ValueError("undo takes back the newest step of a stretch, and this stretch has none")
+        index = self.steps.pop().position
+        self.kept.pop(index + 1, None)
+        if p is not None and not self._keeps(index):
+            pair = self.kept[index] = p.detach(), q.detach()
+            self._versions[index] = _versions_of(pair)
+
     def _keeps(self, position: int) -> bool:
         """Return whether the walk back ends at this position, or begins anew there."""
         return position <= self.first or (self.length is not None and position % self.length == 0)
@@ -191,7 +201,7 @@ class Path:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "create_graph=True (a gradient of the gradient) needs the activations: "
-                "build this ReversibleSequence with backprop='store'"
+                "build this ReversibleSequence with backprop='store', or give odeint gradient='store'"
             )
         with self._lock, step.evaluation.context.settings.restore():
             self._check(step)

@@ -12,6 +12,7 @@ from revode.engine import arrival
 from revode.engine.branch import Arguments, Context, tensor_leaves
 from revode.engine.grid import with_strides
 from revode.engine.path import Path
+from revode.engine.replay import version_of
 from revode.engine.settings import Autocast
 from revode.engine.step import step_of
 from revode.engine.stored import Pass
@@ -91,7 +92,7 @@ class Walk:
                 path, pair = None, (q, Pass([branch], [coupling], context, kwargs, index).advance(0, p, q))
         finally:
             context.close()
-        self._path, self._newest = path, (*pair, *(tensor._version for tensor in pair))
+        self._path, self._newest = path, (*pair, *map(version_of, pair))
         return pair
 
     def _records(self) -> bool:
@@ -102,7 +103,23 @@ class Walk:
         """Return whether a pair is what this walk made last, as it was."""
         if self._newest is None or state[0] is not self._newest[0] or state[1] is not self._newest[1]:
             return False
-        return self._newest[2:] == tuple(tensor._version for tensor in state if tensor is not None)
+        return self._newest[2:] == tuple(version_of(tensor) for tensor in state if tensor is not None)
+
+    def undo(self, state: OpenState) -> None:
+        """Take back the newest step, which was made from this pair: a step on trial, such as one of an adaptive solver.
+
+        Random numbers that its branch has drawn, and buffers that it has changed, stay so.
+
+        Args:
+            state: the pair before that step; it is the newest again.
+        """
+        older = None if self._newest is None else self._newest[0]
+        if older is None or not older.is_set_to(state[1]):
+            raise ValueError("undo takes the pair that the newest step was made from, got another one")
+        if self._path is not None:
+            self._path.forget(*state)
+        self.num_steps -= 1
+        self._newest = (*state, *(version_of(tensor) for tensor in state if tensor is not None))
 
     def leave(self, state: State) -> Tensor:
         """Return the readout of a pair."""

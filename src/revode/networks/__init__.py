@@ -9,7 +9,8 @@ What other rooms may rely on:
 - ``net.num_layers``, as the paper counts.
 - ``net.sequences()``: the `ReversibleSequence` of every unit with its ``name`` and ``num_blocks``; none for a ResNet.
 - ``net.units()``: the branches (``fields``, ``fields_per_block``) and step size ``h`` of every unit as the paper counts them.
-- ``net.stem``, ``net.stages`` (each with ``body`` and ``transition``), ``net.head``; ``net.features(x)`` is what the head sees.
+- ``net.stem``, ``net.stages`` (each with ``body`` and ``transition``), ``net.head``; ``net.features(x)`` is what the head
+  sees; with ``transition="squeeze"`` it is the last pair, of which the head sees ``net.readout``.
 - ``net.inverse(features)``, of networks with ``transition="squeeze"`` and of U-Nets.
 - ``refine(net, name)``, ``coarsen(net, name)``: the network at another depth; ``Resampling`` maps momenta and averages too.
 - ``describe(net)``: shapes, parameters, FLOPs and bytes kept for backward, stage by stage.

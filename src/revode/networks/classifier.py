@@ -93,11 +93,11 @@ class StagedClassifier(nn.Module):
         return self.head(self.readout(self.run_stages(x)))
 
     def features(self, x: Tensor) -> Tensor:
-        """The features behind the last unit, which the head sees."""
+        """Return the last features: what the head sees, or with squeeze transitions the pair that `readout` reads it from."""
         return join(self.run_stages(x))
 
     def readout(self, x: Features) -> Tensor:
-        """What the head sees of the last features."""
+        """Return what the head sees of the last features."""
         return join(x)
 
     def run_stages(self, x: Tensor) -> Features:

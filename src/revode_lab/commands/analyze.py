@@ -11,6 +11,7 @@ from typing import Any
 from revode_lab.commands import check_folder, require, use_threads
 
 _EPILOG = """example: revode analyze hamiltonian-74
+         revode analyze hamiltonian-74 --against resnet-32
          revode analyze runs/first --against revnet-38 --out runs/first
          revode analyze midpoint-62 --options h=0.05,activation=tanh --json"""
 
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     from revode.networks import GPT, on_tokens
     from revode_lab.stability.analysis import analyze
     from revode_lab.stability.report import summary, write_page
-    from revode_lab.stability.walk import reversible_units
+    from revode_lab.stability.walk import walked_units
     from revode_lab.training.terminal import passing
 
     if args.num_images < 1:
@@ -70,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     for name, model in networks:
         if isinstance(model, GPT):
             raise on_tokens(name)
-        reversible_units(model)  # refuses a network without any, before the other one is measured
+        walked_units(model)  # refuses a network without any, before the other one is measured
         if model.config.scores_points:
             raise ValueError(f"analyze takes classifiers of images, and {model.config.name} scores every point")
     name = args.dataset or dataset or "digits"

@@ -34,7 +34,7 @@ def _add_action(actions: argparse._SubParsersAction, name: str, text: str) -> ar
         description=text[0].upper() + text[1:] + ".",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("name", metavar="NAME", help=f"one of {', '.join(_NAMES)}")
+    parser.add_argument("name", metavar="NAME", help=f"one of {', '.join(_NAMES)}; or folder:PATH, npz:FILE")
     parser.add_argument("--data-root", metavar="DIR", help=_ROOT_HELP)
     return parser
 

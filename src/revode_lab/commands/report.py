@@ -1,4 +1,4 @@
-"""``revode report RUN``: write a run's self-contained HTML report."""
+"""``revode report RUN``: write a run's self-contained HTML report, or one page about several runs."""
 
 from __future__ import annotations
 
@@ -9,16 +9,24 @@ from revode_lab.commands import require
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """RUN, and where its data and the page are."""
-    parser.epilog = "example: revode report runs/first"
-    parser.add_argument("run", metavar="RUN", help="a directory that `revode train` wrote")
+    parser.epilog = "examples: revode report runs/first\n          revode report runs/first runs/second --out both.html"
+    parser.add_argument(
+        "runs", metavar="RUN", nargs="+", help="a directory that `revode train` wrote; several: one page"
+    )
     parser.add_argument("--data-root", metavar="DIR", help="folder of the data sets")
-    parser.add_argument("--out", metavar="FILE", help="the page; RUN/report.html unless given")
+    parser.add_argument(
+        "--out",
+        metavar="FILE",
+        help="the page; RUN/report.html unless given, of several\ncomparison.html beside the first",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Write the page and print its path."""
     require()
+    from revode_lab.training.comparison import write_comparison
     from revode_lab.training.report import write_report
 
-    print(write_report(args.run, args.data_root, args.out))
+    several = len(args.runs) > 1
+    print(write_comparison(args.runs, args.out) if several else write_report(args.runs[0], args.data_root, args.out))
     return 0

@@ -6,7 +6,8 @@ import argparse
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,18 @@ from revode_lab.reproduce import BUDGETS, ITEMS
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What to reproduce, how much of it, and where the files go."""
-    items = "\n".join(f"{name:<17} {text}" for name, (_, text) in ITEMS.items())
-    budgets = "\n".join(f"{name:<6} {text}" for name, text in BUDGETS.items())
-    parser.epilog = (
+    lists = {"items": {name: text for name, (_, text) in ITEMS.items()}, "budgets": BUDGETS}
+    rows = [line for title, entries in lists.items() for line in (f"{title}:", *_listed(entries), "")]
+    parser.epilog = "\n".join([*rows, ""]) + (
         "examples: revode reproduce memory --budget smoke\n"
         "          revode reproduce table-1 --budget cpu --dry-run\n"
-        "          revode reproduce fig-cifar-subset --budget cpu --seeds 3\n"
+        "          revode reproduce small-data --budget cpu --seeds 3\n"
         "The same command goes on where it was stopped.\n"
         "exit codes: 0 done, 2 bad input, 3 a training diverged or a measurement failed,\n"
         "            130/143 stopped by a signal and resumable"
     )
-    parser.add_argument("item", metavar="ITEM", help=items)
-    parser.add_argument("--budget", choices=BUDGETS, default="smoke", help=f"{budgets}\ndefault: smoke")
+    parser.add_argument("item", metavar="ITEM", help="one of the items below")
+    parser.add_argument("--budget", choices=BUDGETS, default="smoke", help="how much of it, see below; default: smoke")
     parser.add_argument("--seeds", type=int, metavar="N", help="train with seeds 0 .. N-1; default: the item's own")
     parser.add_argument(
         "--data-root", metavar="DIR", help="folder of the data sets; default as in `revode data get --help`"
@@ -50,6 +51,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "bfloat16 is faster where the CPU has it (avx512_bf16, amx)",
     )
     parser.add_argument("--dry-run", action="store_true", help="only list the tasks, with estimates of their time")
+
+
+def _listed(entries: Mapping[str, str]) -> list[str]:
+    """Names in a column, each with its text, in lines of at most 79 characters."""
+    first = max(map(len, entries)) + 4
+    wrapped = {name: textwrap.wrap(text, 79 - first) for name, text in entries.items()}
+    return [
+        f"{f'  {name}' if not i else '':<{first}}{line}" for name, own in wrapped.items() for i, line in enumerate(own)
+    ]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -78,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
                 f"give a divisor of {task.batch_size}"
             )
     if args.dry_run:
-        print("\n".join([item.title, plan.note, *listing(plan.tasks, setup)]))
+        print("\n".join([item.title, *textwrap.wrap(plan.note, 79), *listing(plan.tasks, setup)]))
         return 0
     try:
         with _terminable():

@@ -32,6 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--config", metavar="FILE", help="settings in YAML, as --print-config writes them")
     parser.add_argument("--print-config", action="store_true", help="print all settings as YAML and exit")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="say what would be trained and what it would cost, and exit"
+    )
     parser.add_argument("--out", metavar="DIR", help="the run directory; a new one under runs/ unless given")
     parser.add_argument(
         "--resume", metavar="auto|PATH", help="go on with the run in --out, or from a run or checkpoint"
@@ -53,9 +56,13 @@ def run(args: argparse.Namespace) -> int:
 
     from revode_lab.training.diagnosis import Diverged
     from revode_lab.training.loop import train
+    from revode_lab.training.planning import dry_run
     from revode_lab.training.terminal import Interrupted
 
     keep_freed_memory()
+    if args.dry_run:
+        print("\n".join(dry_run(config)))
+        return 0
     asked = set(given)
     if args.config:
         asked |= set(read_yaml(args.config))

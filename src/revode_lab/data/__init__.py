@@ -10,7 +10,7 @@ batches, and after a resume in mid-epoch.
 """
 
 from revode_lab.data.batches import augment, batches, draw, evaluation_batches, num_batches, resample, standardise
-from revode_lab.data.catalogue import INFOS, DatasetInfo, data_root, describe
+from revode_lab.data.catalogue import INFOS, DatasetInfo, data_root, describe, full_name, own_images
 from revode_lab.data.fetch import SOURCES, DownloadError, check, get
 from revode_lab.data.sets import Dataset, Split, hold_out, load, subset
 
@@ -28,10 +28,12 @@ __all__ = [
     "describe",
     "draw",
     "evaluation_batches",
+    "full_name",
     "get",
     "hold_out",
     "load",
     "num_batches",
+    "own_images",
     "resample",
     "standardise",
     "subset",

@@ -180,7 +180,8 @@ def augment(
         info: Statistics, border width and whether to flip; a `Dataset` is one.
         seed: Seed of the run.
         epoch: Which epoch, from 0.
-        flips: ``"random"``, or ``"alternating"``: in every second epoch, half of the images in the first (Jordan 2024).
+        flips: ``"random"``, ``"none"``, or ``"alternating"``: in every second epoch, half of the images in the first (Jordan
+            2024).
         cutout: Edge of a square at a random place that becomes the average colour (DeVries & Taylor 2017); 0 is none.
         memory_format: Of the result.
 
@@ -191,12 +192,13 @@ def augment(
         raise ValueError(
             f"got {len(images)} images and indices of shape {tuple(indices.shape)}; expected one per image"
         )
-    if flips not in ("random", "alternating"):
-        raise ValueError(f"flips is {flips!r}; expected 'random' or 'alternating'")
+    if flips not in ("random", "alternating", "none"):
+        raise ValueError(f"flips is {flips!r}; expected 'random', 'alternating' or 'none'")
     indices = indices.to(images.device)
     rows, columns, mirrored = draw(indices, info, seed=seed, epoch=epoch)
     if flips == "alternating":
         mirrored = alternate(indices, epoch, seed=seed) & info.flip
+    mirrored &= flips != "none"
     padded = F.pad(standardise(images, info), (info.pad,) * 4)
     windows = _crop(padded, info.image_size, rows, columns, mirrored)
     if cutout:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,11 +88,38 @@ INFOS = {
 """Name -> facts. Means and deviations are those of the training split, rounded to five digits."""
 
 
-def describe(name: str) -> DatasetInfo:
-    """The facts of the data set called `name`; an unknown name is refused with the choices and the nearest one."""
+def describe(name: str, root: str | os.PathLike[str] | None = None) -> DatasetInfo:
+    """The facts of the data set called `name`; an unknown name is refused with the choices and the nearest one.
+
+    Of images of one's own they are known once these were read: below `root`, see `data_root`.
+    """
+    if own_images(name):
+        from revode_lab.data import own
+
+        return own.load(name, root)
     if name not in INFOS:
-        raise unknown("data set", name, INFOS)
+        raise unknown("data set", name, [*INFOS, "folder:PATH", "npz:FILE"])
     return INFOS[name]
+
+
+def own_images(name: str) -> tuple[str, Path, int, bool] | None:
+    """Kind, absolute path, edge (0: not given) and whether to squeeze, of a name of one's own images; None of any other."""
+    match = re.fullmatch(r"(folder|npz):(.+?)(?:@(\d+)(,resize)?)?", name)
+    if match is None:
+        return None
+    kind, path, edge, resize = match.groups()
+    if edge is not None and not 4 <= int(edge) <= 4096:
+        raise ValueError(f"dataset is {name}; expected an edge of 4 to 4096 behind the @")
+    return kind, Path(path).expanduser().resolve(), int(edge or 0), bool(resize)
+
+
+def full_name(name: str) -> str:
+    """The same name with an absolute path, so that it means the same anywhere."""
+    found = own_images(name)
+    if found is None:
+        return name
+    kind, path, edge, resize = found
+    return f"{kind}:{path}" + (f"@{edge}" if edge else "") + (",resize" if resize else "")
 
 
 @dataclass(frozen=True)

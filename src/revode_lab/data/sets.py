@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from revode_lab.data.batches import SELECTION, permutation, stream_key
-from revode_lab.data.catalogue import LAYOUTS, DataFile, DatasetInfo, Layout, data_root, describe
+from revode_lab.data.catalogue import LAYOUTS, DataFile, DatasetInfo, Layout, data_root, describe, own_images
 from revode_lab.data.files import CIFAR_PIXELS, file_reader
 
 
@@ -24,20 +24,23 @@ class Split:
     Attributes:
         images: uint8, shape (N, C, H, W).
         labels: int64, shape (N,).
+        rows: Where the images lie in `images`, which may hold others and be memory-mapped; None: they are all of them.
     """
 
     images: Tensor
     labels: Tensor
+    rows: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.images.dtype != torch.uint8 or self.images.ndim != 4:
             raise ValueError(
                 f"images are {self.images.dtype} of shape {tuple(self.images.shape)}; expected uint8 (N, C, H, W)"
             )
-        if self.labels.dtype != torch.int64 or self.labels.shape != self.images.shape[:1]:
+        expected = (self.images if self.rows is None else self.rows).shape[:1]
+        if self.labels.dtype != torch.int64 or self.labels.shape != expected:
             raise ValueError(
                 f"labels are {self.labels.dtype} of shape {tuple(self.labels.shape)}; "
-                f"expected int64 of shape ({len(self.images)},), one per image"
+                f"expected int64 of shape ({expected[0]},), one per image"
             )
 
     def __len__(self) -> int:
@@ -46,11 +49,23 @@ class Split:
     def take(self, indices: Tensor) -> Split:
         """The images at `indices`, in that order."""
         indices = indices.to(self.labels.device)
-        return Split(images=self.images[indices], labels=self.labels[indices])
+        rows = indices if self.rows is None else self.rows[indices]
+        return Split(images=self.images[rows], labels=self.labels[indices])
+
+    def part(self, indices: Tensor) -> Split:
+        """The same as `take`; of memory-mapped images none is read."""
+        return (
+            self.take(indices)
+            if self.rows is None
+            else self._replaced(self.images, self.labels[indices], self.rows[indices])
+        )
 
     def to(self, device: torch.device | str) -> Split:
         """The same split on `device`."""
-        return Split(images=self.images.to(device), labels=self.labels.to(device))
+        return self._replaced(self.images.to(device), self.labels.to(device), self.rows)
+
+    def _replaced(self, images: Tensor, labels: Tensor, rows: Tensor | None) -> Split:
+        return Split(images=images, labels=labels, rows=None if rows is None else rows.to(images.device))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -81,13 +96,17 @@ def load(name: str, root: str | os.PathLike[str] | None = None) -> Dataset:
     """The data set called `name`, read from the data root and verified byte by byte.
 
     Args:
-        name: ``digits``, ``cifar10``, ``cifar100`` or ``stl10``.
+        name: ``digits``, ``cifar10``, ``cifar100`` or ``stl10``; or images of one's own (`revode_lab.data.own`).
         root: Data root; see `data_root` for the default. The digits are embedded and need none.
 
     Raises:
         ValueError: The name is unknown, or a file is damaged.
         FileNotFoundError: A file is missing. Both errors name the file and the command that gets it.
     """
+    if own_images(name):
+        from revode_lab.data import own
+
+        return own.load(name, root)
     info = describe(name)
     if name == "digits":
         train, test = _read_digits(info)
@@ -153,7 +172,7 @@ def hold_out(split: Split, amount: int | float, seed: int) -> tuple[Split, Split
             f"cannot hold out {count} of {len(split)} images; hold out at least 1 and leave at least 1 for training"
         )
     chosen = _stratified(split.labels, count, seed)
-    return split.take((~chosen).nonzero().flatten()), split.take(chosen.nonzero().flatten())
+    return split.part((~chosen).nonzero().flatten()), split.part(chosen.nonzero().flatten())
 
 
 def subset(split: Split, fraction: float, seed: int) -> Split:
@@ -179,7 +198,7 @@ def subset(split: Split, fraction: float, seed: int) -> Split:
             f"train fraction {fraction} of {len(split)} images leaves no image of class {lost[0]} "
             f"and {len(lost)} of {int((sizes > 0).sum())} classes empty; use at least {enough:g}"
         )
-    return split.take(chosen.nonzero().flatten())
+    return split.part(chosen.nonzero().flatten())
 
 
 def _stratified(labels: Tensor, count: int, seed: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Tables of accuracies beside the paper's: table 1, table 2, and what two cores reach in about two hours."""
+"""Tables of accuracies beside the paper's: table 1, table 2, and what small images first reach in about two hours."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from revode_lab.reproduce.item import (
     percent,
 )
 from revode_lab.reproduce.task import Setup, TrainingRun
-from revode_lab.training.config import RECIPES, cost_until, mean_cost, parse_levels
+from revode_lab.training.config import cost_until, mean_cost, parse_levels
 
 NAMES = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "stl10": "STL-10"}
 BASELINE = "resnet-32-stl"
 """A ResNet of the same size; the paper has none in table 2."""
 HOLD_OUT, SMOKE_HOLD_OUT = 1_000, 200
 """Images that stand in for STL-10's test split where that is absent; 80 %, the paper's largest share, are what they leave."""
-QUICK, QUICK_STEP, QUICK_EPOCHS = "hamiltonian-74", 0.3, RECIPES["quick"]["epochs"]
+HAMILTONIAN = "hamiltonian-74"
 STL_SHORT: dict[str, Any] = {
     "dataset": "stl10",
     "recipe": "quick",
@@ -50,47 +50,6 @@ def smoke(models: Iterable[str], shares: Iterable[float] = (1.0,), seeds: int = 
     """The smoke budget of an item that trains these networks."""
     return Budget(SMOKE_NOTE, "smoke on digits", trainings(models, shares, hold_out=hold_out, **SMOKE), seeds)
 
-
-TABLE_2 = {
-    "smoke": smoke([*paper.STL, BASELINE], hold_out=SMOKE_HOLD_OUT),
-    "cpu": Budget(
-        "CPU budget: 4 epochs of {images} images by the recipe quick, equal for all networks; "
-        "not the paper's schedule of 20,000 steps.",
-        "CPU budget, 4 epochs",
-        trainings(["hamiltonian-stl", BASELINE], **STL_SHORT),
-    ),
-    "paper": Budget(
-        "The paper's schedule of 20,000 steps, on {images} training images.",
-        paper.STL_SCHEDULE,
-        trainings([*paper.STL, BASELINE], dataset="stl10", recipe="stl", hold_out=HOLD_OUT),
-    ),
-}
-# With batch norm and a larger step than the paper's network has: validation images chose both (docs/training.md). States live
-# on the grid, so that reversing adds no error to the gradient, in bfloat16 either; the memory budget recomputes only what does
-# not fit.
-QUICK_74 = {
-    "smoke": smoke([QUICK]),
-    "cpu": Budget(
-        f"CPU budget: {QUICK_EPOCHS} epochs of 50,000 images by the recipe quick, with batch norm and "
-        f"h = {QUICK_STEP} in the blocks; not the paper's schedule of 160 epochs, nor its biases and h = 0.1.",
-        f"CPU budget, {QUICK_EPOCHS} epochs",
-        [
-            TrainingRun(
-                model=QUICK,
-                dataset="cifar10",
-                recipe="quick",
-                label=f"{QUICK}, batch norm, h = {QUICK_STEP}",
-                options={"norm": "batch", "h": QUICK_STEP, "memory_budget": 100_000_000},
-                settings={"exact": 14, "validation": 0.0, "evaluate_every": 5},
-            )
-        ],
-    ),
-    "paper": Budget(
-        "The paper's schedule: 160 epochs.",
-        paper.CIFAR_SCHEDULE,
-        [TrainingRun(model=QUICK, dataset="cifar10", recipe="cifar")],
-    ),
-}
 
 # Chosen by trials of the Hamiltonian network on validation images (docs/training.md). Everything is stored: 0.5 GB for 128
 # images, and the fastest way on a CPU.
@@ -115,25 +74,30 @@ def smoke_levels(layers: int = 18) -> dict[str, Any]:
     return {**SMOKE, "settings": {"levels": levels, "batch_size": 256, "log_every": 1, **SHORT}}
 
 
+PAPERS_74 = Budget(
+    "The paper's schedule: 160 epochs.",
+    paper.CIFAR_SCHEDULE,
+    [TrainingRun(model=HAMILTONIAN, dataset="cifar10", recipe="cifar")],
+)
 # Small images first (docs/multilevel.md).
 LEVELS_74 = {
-    "smoke": Budget(SMOKE_NOTE, "smoke on digits", trainings([QUICK], **smoke_levels())),
+    "smoke": Budget(SMOKE_NOTE, "smoke on digits", trainings([HAMILTONIAN], **smoke_levels())),
     "cpu": Budget(
         "CPU budget: 32 epochs of 50,000 images, 10 of them at 16x16, 13 at 24x24 and 9 at 32x32, with batch norm and h = 1 in "
         "the blocks; not the paper's schedule of 160 epochs, nor its biases and h = 0.1.",
         "CPU budget, 32 epochs",
         [
             TrainingRun(
-                model=QUICK,
+                model=HAMILTONIAN,
                 dataset="cifar10",
                 recipe="quick",
-                label=f"{QUICK}, batch norm, h = 1, levels",
+                label=f"{HAMILTONIAN}, batch norm, h = 1, levels",
                 options={"norm": "batch", "h": 1.0},
                 settings={"levels": "74@16:10,74@24:13,74@32:9", **FAST, "evaluate_every": 4},
             )
         ],
     ),
-    "paper": QUICK_74["paper"],
+    "paper": PAPERS_74,
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     "resnet-32": {},
@@ -204,25 +168,28 @@ LEVELS_OR_PLAIN = {
     "smoke": Budget(
         SMOKE_NOTE,
         "smoke on digits",
-        [TrainingRun(model=QUICK, **SMOKE), TrainingRun(model=QUICK, label=f"{QUICK}, levels", **smoke_levels())],
+        [
+            TrainingRun(model=HAMILTONIAN, **SMOKE),
+            TrainingRun(model=HAMILTONIAN, label=f"{HAMILTONIAN}, levels", **smoke_levels()),
+        ],
     ),
     "cpu": Budget(
         "CPU budget: about as many operations each, with one recipe: 5 epochs of 50,000 whole images, or 4 epochs at 16x16, 3 "
         "at 24x24 and 2 at 32x32; not the paper's schedule of 160 epochs, nor its biases and h = 0.1.",
         "CPU budget",
         [
-            TrainingRun(model=QUICK, options=FAMILIES[QUICK], **FIVE_EPOCHS),
+            TrainingRun(model=HAMILTONIAN, options=FAMILIES[HAMILTONIAN], **FIVE_EPOCHS),
             TrainingRun(
-                model=QUICK,
+                model=HAMILTONIAN,
                 dataset="cifar10",
                 recipe="quick",
-                label=f"{QUICK}, levels",
-                options=FAMILIES[QUICK],
+                label=f"{HAMILTONIAN}, levels",
+                options=FAMILIES[HAMILTONIAN],
                 settings={"levels": "74@16:4,74@24:3,74@32:2", **FAST, "evaluate_every": 1, "report": False},
             ),
         ],
     ),
-    "paper": QUICK_74["paper"],
+    "paper": PAPERS_74,
 }
 
 
@@ -235,7 +202,7 @@ def _stl_levels(model: str, options: dict[str, Any], levels: str) -> TrainingRun
 
 # Batch and rate are those chosen for small data (docs/reproduction.md). The ResNet has more than twice as many epochs,
 # as its steps take less than half as long.
-TABLE_2_LEVELS = {
+TABLE_2 = {
     "smoke": Budget(
         SMOKE_NOTE,
         "smoke on digits",
@@ -245,15 +212,19 @@ TABLE_2_LEVELS = {
         ],
     ),
     "cpu": Budget(
-        "CPU budget: about 30 minutes of one core for each network, first at 48x48, then at 96x96, on 4,000 images with batch "
-        "norm; not the paper's schedule of 20,000 steps.",
+        "CPU budget: about 30 minutes of one core for each network, first at 48x48, then at 96x96, on {images} images with "
+        "batch norm; not the paper's schedule of 20,000 steps.",
         "CPU budget, 30 minutes",
         [
             _stl_levels("hamiltonian-stl", FAMILIES["hamiltonian-74"], "74@48:12,74@96:3"),
             _stl_levels(BASELINE, {}, "32@48:27,32@96:7"),
         ],
     ),
-    "paper": TABLE_2["paper"],
+    "paper": Budget(
+        "The paper's schedule of 20,000 steps, on {images} training images.",
+        paper.STL_SCHEDULE,
+        trainings([*paper.STL, BASELINE], dataset="stl10", recipe="stl", hold_out=HOLD_OUT),
+    ),
 }
 
 
@@ -296,24 +267,9 @@ def hold_out_remark(outcomes: list[Outcome]) -> list[str]:
 
 
 def show_table_1(budget: Budget, outcomes: list[Outcome]) -> Findings:
-    """The table with the paper's numbers beside ours, and bars for the first data set."""
-    table, chart = _beside(budget, outcomes, paper.CIFAR, paper.CIFAR_SCHEDULE)
-    return Findings([table], [chart])
-
-
-def show_table_2(budget: Budget, outcomes: list[Outcome]) -> Findings:
-    """The same, and the results that the paper compares with."""
-    table, chart = _beside(budget, outcomes, paper.STL, paper.STL_SCHEDULE)
-    network, *_, theirs = table.rows[0]
-    for name, value in paper.STL_BASELINES.items():
-        row = dict.fromkeys(table.rows[0], ABSENT) | {network: f"baseline: {name}", theirs: percent(value)}
-        table.rows.append(row)
-    return Findings([table], [chart], hold_out_remark(outcomes))
-
-
-def _beside(budget: Budget, outcomes: list[Outcome], printed: paper.Accuracies, schedule: str) -> tuple[Table, Chart]:
-    """Accuracies of every network on every data set beside those that the paper prints; a data set that the paper does not
-    have is compared with its first."""
+    """Accuracies of every network on every data set beside the paper's, and bars for the first data set; one that the paper
+    does not have is compared with its first."""
+    printed, schedule = paper.CIFAR, paper.CIFAR_SCHEDULE
     found = grouped(outcomes, lambda task: (task.name, task.dataset))
     networks: dict[str, Outcome] = {}
     for outcome in outcomes:
@@ -321,16 +277,17 @@ def _beside(budget: Budget, outcomes: list[Outcome], printed: paper.Accuracies, 
     split, usual = outcomes[0].task.split, next(iter(next(iter(printed.values()))))
     on_test = "" if split == "test" else " test"  # the paper's numbers always are; said where ours are not
     datasets = {o.task.dataset: o.task.dataset if o.task.dataset in NAMES else usual for o in outcomes}
-    known = PAPER_PARAMETERS.keys() & networks
+    in_paper = {name: outcome.task.label or outcome.task.model for name, outcome in networks.items()}
+    known = PAPER_PARAMETERS.keys() & in_paper.values()
     rows = []
     for name, outcome in networks.items():
         row = {"network": name, "in its blocks": outcome.task.norm, "parameters": f"{outcome.result['params']:,}"}
         if known:
-            row["paper's, M"] = f"{PAPER_PARAMETERS[name][0]:.2f}" if name in known else ABSENT
+            row["paper's, M"] = f"{PAPER_PARAMETERS[in_paper[name]][0]:.2f}" if in_paper[name] in known else ABSENT
         for dataset, theirs in datasets.items():
             ours = found.get((name, dataset), {}).values()
             row[f"{NAMES.get(dataset, dataset)} {split}, ours ({budget.schedule})"] = spread(ours)
-            row[f"{NAMES[theirs]}{on_test}, paper ({schedule})"] = percent(printed.get(name, {}).get(theirs))
+            row[f"{NAMES[theirs]}{on_test}, paper ({schedule})"] = percent(printed.get(in_paper[name], {}).get(theirs))
         rows.append(row)
     first, theirs = next(iter(datasets.items()))
     shown = NAMES.get(first, first)
@@ -340,16 +297,16 @@ def _beside(budget: Budget, outcomes: list[Outcome], printed: paper.Accuracies, 
         "accuracy, %",
         name=f"ours, {shown}{'' if split == 'test' else f' {split}'}, {budget.schedule}",
         deviations=[deviation for _, deviation in means.values()],
-        marks={name: row[theirs] for name, row in printed.items()},
+        marks={name: printed[key][theirs] for name, key in in_paper.items() if key in printed},
         marks_name=f"paper, {NAMES[theirs]}{on_test}, {schedule}",
         largest=100.0,
     )
     caption = f"{split.capitalize()} accuracy on {shown}, ours ({budget.schedule})"
     caption += f"; marks: the paper's on {NAMES[theirs]}{on_test}."
-    return Table(rows), Chart(markup, caption)
+    return Findings([Table(rows)], [Chart(markup, caption)])
 
 
-def show_quick_74(budget: Budget, outcomes: list[Outcome]) -> Findings:
+def show_course(budget: Budget, outcomes: list[Outcome]) -> Findings:
     """The accuracy beside the paper's, and its course."""
     task, result = outcomes[0].task, outcomes[0].result
     (accuracies,) = grouped(outcomes, lambda task: task.model).values()
@@ -361,7 +318,7 @@ def show_quick_74(budget: Budget, outcomes: list[Outcome]) -> Findings:
         "epochs": f"{result['epochs']:g}",
         "time": human_time(seconds),
         "test accuracy, ours": spread(accuracies.values()),
-        f"paper, CIFAR-10 ({paper.CIFAR_SCHEDULE})": percent(paper.CIFAR[QUICK]["cifar10"]),
+        f"paper, CIFAR-10 ({paper.CIFAR_SCHEDULE})": percent(paper.CIFAR[HAMILTONIAN]["cifar10"]),
     }
     series = {}
     for outcome in outcomes:
@@ -375,7 +332,7 @@ def show_quick_74(budget: Budget, outcomes: list[Outcome]) -> Findings:
 
 def show_levels_or_plain(budget: Budget, outcomes: list[Outcome]) -> Findings:
     """Accuracy over what the training cost."""
-    theirs = {f"paper, CIFAR-10 ({paper.CIFAR_SCHEDULE})": percent(paper.CIFAR[QUICK]["cifar10"])}
+    theirs = {f"paper, CIFAR-10 ({paper.CIFAR_SCHEDULE})": percent(paper.CIFAR[HAMILTONIAN]["cifar10"])}
     rows, series = [], {}
     for name, own in by_network(outcomes).items():
         rows.append(_in_levels(budget, own) | theirs)
@@ -389,8 +346,8 @@ def show_levels_or_plain(budget: Budget, outcomes: list[Outcome]) -> Findings:
     return Findings([Table(rows)], [Chart(markup, caption)])
 
 
-def show_table_2_levels(budget: Budget, outcomes: list[Outcome]) -> Findings:
-    """Accuracies at an equal time, and the course of the training."""
+def show_table_2(budget: Budget, outcomes: list[Outcome]) -> Findings:
+    """Accuracies, what they took, and the course of the training."""
     rows, series = [], {}
     for name, own in by_network(outcomes).items():
         theirs = percent(paper.STL.get(own[0].task.model, {}).get("stl10"))
@@ -399,7 +356,9 @@ def show_table_2_levels(budget: Budget, outcomes: list[Outcome]) -> Findings:
         series[name] = [step / own[0].result["steps"] for step in steps], [100 * fraction for fraction in fractions]
     markup = charts.lines(series, "share of the steps", "training accuracy, %")
     caption = "Accuracy on the augmented training images over the course of each training, on images of the level."
-    return Findings([Table(rows)], [Chart(markup, caption)], hold_out_remark(outcomes))
+    others = ", ".join(f"{name} ({percent(accuracy)})" for name, accuracy in paper.STL_BASELINES.items())
+    remarks = [*hold_out_remark(outcomes), f"The paper compares its networks with those of {others}."]
+    return Findings([Table(rows)], [Chart(markup, caption)], remarks)
 
 
 def by_network(outcomes: list[Outcome]) -> dict[str, list[Outcome]]:
@@ -426,8 +385,6 @@ ITEMS = (
     Item("table-1", "Table 1: CIFAR-10 and CIFAR-100", TABLE_1, show_table_1),
     Item("table-1-batch-norm", "Table 1 with batch norm everywhere", TABLE_1_BATCH_NORM, show_table_1),
     Item("table-2", "Table 2: STL-10", TABLE_2, show_table_2),
-    Item("table-2-levels", "STL-10 with small images first", TABLE_2_LEVELS, show_table_2_levels),
-    Item("quick-74", "hamiltonian-74 on CIFAR-10", QUICK_74, show_quick_74),
-    Item("levels-74", "hamiltonian-74 on CIFAR-10, multilevel", LEVELS_74, show_quick_74),
+    Item("levels-74", "hamiltonian-74 on CIFAR-10, multilevel", LEVELS_74, show_course),
     Item("levels-or-plain", "hamiltonian-74 with and without levels", LEVELS_OR_PLAIN, show_levels_or_plain),
 )

@@ -15,7 +15,7 @@ from revode_lab.files import human_bytes
 from revode_lab.reproduce import paper
 from revode_lab.reproduce.accuracy import FAST, smoke_levels
 from revode_lab.reproduce.item import ABSENT, SMOKE, SMOKE_NOTE, Budget, Chart, Findings, Item, Outcome, Table, percent
-from revode_lab.reproduce.task import Setup, Task, TaskFailed, TrainingRun, forward_flops
+from revode_lab.reproduce.task import Setup, Task, TaskFailed, TrainingRun, forward_flops, what_ran
 
 STRATEGIES = ("reversible", "checkpoint-sqrt", "checkpoint", "store")
 """The library, and the baselines of `revode_lab.baselines`."""
@@ -44,8 +44,13 @@ class StepCost(Task):
     fresh: bool = True
 
     @property
+    def name(self) -> str:
+        """The network in words."""
+        return what_ran(self.model, self.model, self.options)
+
+    @property
     def title(self) -> str:
-        return f"{self.model} {self.strategy}, a step of {self.batch_size} images"
+        return f"{self.name} {self.strategy}, a step of {self.batch_size} images"
 
     def flops(self) -> float:
         units = 4 * (1 + self.num_timed) + 1
@@ -79,7 +84,7 @@ class OverDepth(Task):
 
     @property
     def title(self) -> str:
-        return f"{self.run.model} over depth, seed {self.run.seed}"
+        return f"{self.run.name} over depth, seed {self.run.seed}"
 
     def identity(self) -> dict[str, Any]:
         return {"run": self.run.identity(), "num_images": self.num_images}
@@ -290,7 +295,7 @@ def show_depth_1202(budget: Budget, outcomes: list[Outcome]) -> Findings:
 def _costs(budget: Budget, costs: list[Outcome]) -> tuple[Table, Chart]:
     rows = [
         {
-            "network, strategy": f"{task.model}, {task.strategy}",
+            "network, strategy": f"{task.name}, {task.strategy}",
             "parameters": f"{result['params']:,}",
             "layers": str(result["layers"]),
             "batch": str(task.batch_size),
@@ -303,7 +308,7 @@ def _costs(budget: Budget, costs: list[Outcome]) -> tuple[Table, Chart]:
     ]
     known = all(outcome.result["peak_bytes"] is not None for outcome in costs)
     which = "peak_bytes" if known else "saved_bytes"
-    values = {f"{o.task.model}, {o.task.strategy}": o.result[which] / 1e6 for o in costs}
+    values = {f"{o.task.name}, {o.task.strategy}": o.result[which] / 1e6 for o in costs}
     label = "peak of a fresh process in a step, MB" if known else "kept for backward, MB"
     return Table(rows, "What a step costs"), Chart(
         charts.bars(values, label), f"Memory of one training step: {label}.", "memory"
@@ -318,14 +323,14 @@ def _training(budget: Budget, runs: list[Outcome]) -> tuple[Table, Chart]:
             "run": task.title,
             "steps": f"{result['steps']:,}",
             "training loss, first → last line": ends[task.title],
-            "peak activations": human_bytes(result["peak_activation_bytes"]),
+            "activations kept": human_bytes(result["peak_activation_bytes"]),
             f"test accuracy, ours ({budget.schedule})": percent(task.accuracy(result)),
             f"paper ({paper.DEEP_SCHEDULE})": percent(paper.CIFAR[DEEP]["cifar10"]),
         }
         for task, result, _ in runs
     ]
     markup = charts.lines(series, "step", "training loss")
-    return Table(rows, "Training"), Chart(markup, f"Training loss of {DEEP}. {budget.note}", "loss")
+    return Table(rows, "Training"), Chart(markup, f"Training loss of {runs[0].task.name}. {budget.note}", "loss")
 
 
 RECENT = 3

@@ -8,7 +8,8 @@ from __future__ import annotations
 import datetime
 import importlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from revode.errors import unknown
 from revode.files import write_atomically
 from revode_lab.charts import standalone
 from revode_lab.data.catalogue import LAYOUTS, data_root
-from revode_lab.files import human_time, locked, processor, write_json
+from revode_lab.files import human_bytes, human_time, locked, processor, write_json
 from revode_lab.page import Page
 from revode_lab.reproduce import ITEMS
 from revode_lab.reproduce.task import Setup, Task, TaskFailed, TrainingRun
@@ -198,7 +199,9 @@ def _write(
     page.text(plan.note)
     if origin["finished"] < origin["of"]:
         markdown.append(f"Incomplete: {finished}.")
-    for table in findings.tables:
+    tasks = [_entry(outcome, setup) for outcome in outcomes]
+    trained = [conditions(own) for own in by_training(tasks).values()]
+    for table in [*findings.tables, *([Table(trained, TRAINED)] if trained else [])]:
         header, rows = list(table.rows[0]), [list(row.values()) for row in table.rows]
         lines = [[cell.replace("|", "\\|") for cell in row] for row in [header, ["---"] * len(header), *rows]]
         markdown += [table.caption] if table.caption else []
@@ -219,7 +222,6 @@ def _write(
     page.table(["what", "value"], [[name, fact.strip("`")] for name, fact in facts.items()])
     for_people, for_programs = out / f"{item.name}.md", out / f"{item.name}.json"
     write_atomically(for_people, "\n\n".join(markdown) + "\n")
-    tasks = [_entry(outcome) for outcome in outcomes]
     write_json(for_programs, {**origin, "note": plan.note, **findings.numbers, "problems": problems, "tasks": tasks})
     return [for_people, for_programs, page.write(out / f"{item.name}.html"), *figures]
 
@@ -228,12 +230,41 @@ _LEFT_OUT = ("confusion", "plan", "test_accuracy", "test_loss", "validation_accu
 """Entries of a training's result that belong to its own directory; its accuracy is given as its score."""
 
 
-def _entry(outcome: Outcome) -> dict[str, Any]:
+def by_training(entries: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Title without its seed -> the entries of all seeds, of the trainings among an item's tasks as its JSON has them."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for entry in entries:
+        if entry["kind"] == "TrainingRun":
+            found.setdefault(entry["title"].rpartition(", seed ")[0], []).append(entry)
+    return found
+
+
+TRAINED = (
+    "How each was trained. Activations: the most bytes kept for backward at any moment of a step; hours: of one seed."
+)
+
+
+def conditions(own: list[dict[str, Any]]) -> dict[str, str]:
+    """What a reader must know of the entries of one training beside its accuracy."""
+    results = [entry["result"] for entry in own]
+    return {
+        "training": own[0]["title"].rpartition(", seed ")[0],
+        "gradients": results[0]["gradients"],
+        "activations kept": human_bytes(results[0]["peak_activation_bytes"]),
+        "epochs": f"{results[0]['epochs']:.3g}",
+        "seeds": ", ".join(str(result["seed"]) for result in results),
+        "hours": f"{statistics.fmean(result['seconds'] for result in results) / 3600:.2g}",
+    }
+
+
+def _entry(outcome: Outcome, setup: Setup) -> dict[str, Any]:
     """A task and its result, without what only its own directory needs."""
-    task, score = outcome.task, {}
+    task = outcome.task
+    score: dict[str, Any] = {}
     if isinstance(task, TrainingRun):
         accuracy = task.accuracy(outcome.result) / 100.0
         score = {"score": {"split": task.split, "images": task.num_scored, "accuracy": accuracy}}
+        score["gradients"] = task.gradients(setup)
     result = {name: value for name, value in outcome.result.items() if name not in _LEFT_OUT}
     return {"title": task.title, "kind": type(task).__name__, "settings": task.identity(), "result": score | result}
 

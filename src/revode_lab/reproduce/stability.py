@@ -10,7 +10,7 @@ import torch
 from revode.networks import FAMILIES
 from revode_lab import charts, data
 from revode_lab.reproduce.item import ABSENT, TINY, Budget, Chart, Findings, Item, Outcome, Table
-from revode_lab.reproduce.task import Setup, Task, forward_flops
+from revode_lab.reproduce.task import Setup, Task, forward_flops, what_ran
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +24,13 @@ class StabilityAnalysis(Task):
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def name(self) -> str:
+        """The network in words."""
+        return what_ran(self.model, self.model, self.options)
+
+    @property
     def title(self) -> str:
-        return f"stability of {self.model} on {self.dataset}, seed {self.seed}"
+        return f"stability of {self.name} on {self.dataset}, seed {self.seed}"
 
     def flops(self) -> float:
         return 300 * self.num_images * forward_flops(self.model, self.dataset, self.options)
@@ -93,7 +98,7 @@ def show(budget: Budget, outcomes: list[Outcome]) -> Findings:
 
     rows, clouds, curves = [], {}, {}
     for task, result, _ in outcomes:
-        name = task.model if task.seed == 0 else f"{task.model}, seed {task.seed}"
+        name = task.name if task.seed == 0 else f"{task.name}, seed {task.seed}"
         row = {"network": name, "layers": str(result["layers"]), "paper's theory": FAMILIES[result["family"]].theory}
         for head, (key, form) in COLUMNS.items():
             row[head] = ABSENT if result[key] is None else format(result[key], form)

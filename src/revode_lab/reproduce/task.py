@@ -10,6 +10,7 @@ import functools
 import hashlib
 import json
 import re
+import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -130,6 +131,13 @@ class Task:
             return result
 
 
+def what_ran(name: str, model: str, options: dict[str, Any]) -> str:
+    """`name`, with the depth of the network that ran where it names a model that is of another one."""
+    layers = model_config(model, **options).num_layers
+    same = layers == model_config(model).num_layers or model not in name
+    return name if same else f"{name} cut to {layers} layers"
+
+
 def forward_flops(model: str, dataset: str, options: dict[str, Any]) -> int:
     """Floating-point operations of one image's forward pass."""
     return _flops(model, json.dumps(options | data.describe(dataset).network_options, sort_keys=True))
@@ -177,7 +185,7 @@ class TrainingRun(Task):
     @property
     def name(self) -> str:
         """The network in words."""
-        return self.label or self.model
+        return what_ran(self.label or self.model, self.model, self.options)
 
     @property
     def title(self) -> str:
@@ -233,6 +241,14 @@ class TrainingRun(Task):
             config = configure(**{**values, "batch_size": self.num_images})
         return config
 
+    def gradients(self, setup: Setup) -> str:
+        """How its gradients are computed, in words."""
+        asked, network = self.config(setup).model, model_config(self.model, **self.options)
+        strategy = network.backprop if asked.backprop == "auto" else asked.backprop
+        if strategy != "reversible":
+            return {"store": "stored", "checkpoint": "checkpointed"}[strategy]
+        return "reversible, exact" if asked.exact or network.exact else "reversible"
+
     def identity(self) -> dict[str, Any]:
         ours, usual = self.config(Setup()).leaves(), Config().leaves()
         return {name: ours[name] for name in ours if name not in FREE and ours[name] != usual[name]}
@@ -281,7 +297,7 @@ def measured_rate() -> float:
 
 
 def listing(tasks: Sequence[Task], setup: Setup) -> list[str]:
-    """One line a task: its state, its FLOPs and its time; and the sum of what is left."""
+    """Lines of at most 79 characters: state, size, FLOPs and time of each task, and the sum of what is left."""
     rate = measured_rate()
     lines, total = [], 0.0
     for number, task in enumerate(tasks, 1):
@@ -289,9 +305,10 @@ def listing(tasks: Sequence[Task], setup: Setup) -> list[str]:
         state = "done" if setup.finished(task) is not None else "started" if setup.folder(task).exists() else "to do"
         total += 0.0 if state == "done" else flops
         cost = f"{flops / 1e12:>10,.1f} TFLOP  {human_time(flops / rate):>8}"
-        lines.append(f"{number:>3}  {state:<8} {task.title:<58} {task.size:<44} {cost}")
-    lines.append(
+        lines += textwrap.wrap(f"{number:>3}  {state:<8} {task.title}", 79, subsequent_indent=" " * 14)
+        lines += [f"{'':<14}{task.size:<38} {cost}"]
+    left = (
         f"left to do: {total / 1e12:,.1f} TFLOP, {human_range(total / rate)} at the {rate / 1e9:.0f} GFLOP/s that a "
         "training step reaches on this CPU now (float32, one process)"
     )
-    return lines
+    return lines + textwrap.wrap(left, 79)

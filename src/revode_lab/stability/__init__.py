@@ -3,7 +3,7 @@
 | question | ask |
 |---|---|
 | do eigenvalues lie on the imaginary axis? | `spectrum`, `similar_matrix`, `unit_spectra` |
-| do perturbations grow? | `lyapunov_exponents`, `lyapunov_of_maps`, `finite_size_growth` |
+| do perturbations grow? | `lyapunov_exponents`, `lyapunov_of_maps` |
 | how large may h be? | `step_bounds`, `suggest_h`, `operator_norm` |
 | can it be reversed? | `drift`, `reconstruction_profile`, `linear_revnet` |
 | what happens to signals, gradients and energy? | `signal_propagation`, `hamiltonian_energy` |
@@ -27,7 +27,6 @@ from revode_lab.stability.dynamics import right_hand_side as right_hand_side
 from revode_lab.stability.dynamics import step_limit as step_limit
 from revode_lab.stability.dynamics import step_map as step_map
 from revode_lab.stability.lyapunov import Lyapunov as Lyapunov
-from revode_lab.stability.lyapunov import finite_size_growth as finite_size_growth
 from revode_lab.stability.lyapunov import lyapunov_exponents as lyapunov_exponents
 from revode_lab.stability.lyapunov import lyapunov_of_maps as lyapunov_of_maps
 from revode_lab.stability.monitor import StabilityMonitor as StabilityMonitor

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from revode.engine import ReversibleSequence
 from revode_lab.stability.bounds import LayerBound, largest_usage, step_bounds
-from revode_lab.stability.lyapunov import Lyapunov, finite_size_growth, lyapunov_exponents
+from revode_lab.stability.lyapunov import Lyapunov, lyapunov_exponents
 from revode_lab.stability.propagation import (
     Energy,
     Propagation,
@@ -29,9 +30,9 @@ from revode_lab.stability.walk import (
     analysis_copy,
     calibrate_batch_norm,
     first_not_finite,
-    reversible_units,
     steps_of,
     unit_inputs,
+    walked_units,
 )
 
 CHUNK = 8
@@ -49,7 +50,6 @@ class Analysis:
         num_calibrated: batch norms that had seen no data and took the statistics of the inputs.
         schemes: the integrators of the units, as they print.
         lyapunov: growth of k perturbations in tangent space.
-        finite_size: growth of one perturbation of finite size.
         bounds: the bound on h of every step; empty where the scheme has none.
         spectra: (unit, step) -> eigenvalues of the frozen ODE on a patch of the first image's state.
         propagation: norms of signal and gradient.
@@ -67,7 +67,6 @@ class Analysis:
     num_calibrated: int
     schemes: list[str]
     lyapunov: Lyapunov
-    finite_size: Lyapunov
     bounds: list[LayerBound]
     spectra: dict[tuple[int, int], Tensor]
     propagation: Propagation
@@ -84,24 +83,24 @@ class Analysis:
         return largest_usage(self.bounds)
 
     @property
-    def max_real(self) -> float:
-        """The largest real part of all spectra."""
-        return max(float(values.real.max()) for values in self.spectra.values())
+    def max_real(self) -> float | None:
+        """The largest real part of all spectra; None of a network without any, as the numbers below."""
+        return max((float(values.real.max()) for values in self.spectra.values()), default=None)
 
     @property
-    def radius(self) -> float:
+    def radius(self) -> float | None:
         """The largest modulus of all spectra."""
-        return max(float(values.abs().max()) for values in self.spectra.values())
+        return max((float(values.abs().max()) for values in self.spectra.values()), default=None)
 
     @property
-    def reconstruction_error(self) -> float:
+    def reconstruction_error(self) -> float | None:
         """The largest relative error of a state on the way back."""
-        return max(map(max, self.profiles))
+        return max(map(max, self.profiles), default=None)
 
     @property
-    def axis_distance(self) -> float:
+    def axis_distance(self) -> float | None:
         """The largest max |Re λ| / max |λ| of all spectra."""
-        return max(Spectrum(values, len(values), "dense").axis_distance for values in self.spectra.values())
+        return max((Spectrum(v, len(v), "dense").axis_distance for v in self.spectra.values()), default=None)
 
     def to_dict(self) -> dict[str, Any]:
         """The numbers, for JSON; what is not finite becomes None."""
@@ -114,7 +113,6 @@ class Analysis:
                 "images": self.num_images,
                 "time": self.lyapunov.time,
                 "perturbation_growth": self.lyapunov.growth,
-                "perturbation_growth_finite_size": self.finite_size.growth,
                 "lyapunov_exponents": self.lyapunov.exponents.tolist(),
                 "lyapunov_log_growth": self.lyapunov.log_growth.tolist(),
                 "step_usage": None if top is None else top.usage,
@@ -161,7 +159,7 @@ def analyze(
     """Measure everything, on copies.
 
     Args:
-        model: a classifier with reversible units, with initial or trained weights.
+        model: a classifier with reversible units, or a ResNet of revode, with initial or trained weights.
         images: its inputs, standardised as for training.
         labels: their classes; the model's own predictions unless given.
         name: what to call the model.
@@ -179,7 +177,6 @@ def analyze(
     few = images[:CHUNK]
     note("perturbations")
     lyapunov = lyapunov_exponents(copied, images, k=k, dtype=torch.float32, seed=seed, chunk=CHUNK)
-    finite = finite_size_growth(copied, few, seed=seed)
     note("step bounds")
     bounds = step_bounds(copied, few, tolerance=0.02, dtype=torch.float32)
     note("spectra")
@@ -189,10 +186,11 @@ def analyze(
     energy = hamiltonian_energy(copied, few, dtype=torch.float32)
     note("reversing")
     entrances = unit_inputs(copied, few[:2])
-    deepest, x = max(entrances, key=lambda entrance: len(entrance[0].fields))
-    num_steps = len(steps_of(deepest))
-    depths = sorted({max(1, num_steps // 4), max(1, num_steps // 2), num_steps})
-    profiles, drifts = [reconstruction_profile(*entrance) for entrance in entrances], drift(deepest, x, depths=depths)
+    profiles, drifts = [reconstruction_profile(*entrance) for entrance in entrances], []
+    if entrances:
+        deepest, x = max(entrances, key=lambda entrance: len(entrance[0].fields))
+        num_steps = len(steps_of(deepest))
+        drifts = drift(deepest, x, depths=sorted({max(1, num_steps // 4), max(1, num_steps // 2), num_steps}))
     note("sensitivity")
     half, half_labels = images[: 2 * CHUNK], None if labels is None else labels[: 2 * CHUNK]
     return Analysis(
@@ -200,9 +198,11 @@ def analyze(
         num_layers=int(getattr(model, "num_layers", 0)) or lyapunov.places[-1].depth,
         num_images=len(images),
         num_calibrated=num_calibrated,
-        schemes=[repr(unit.scheme) for unit in reversible_units(model)],
+        schemes=[
+            repr(unit.scheme) if isinstance(unit, ReversibleSequence) else "plain blocks"
+            for unit in walked_units(model)
+        ],
         lyapunov=lyapunov,
-        finite_size=finite,
         bounds=bounds,
         spectra=spectra,
         propagation=signals,

@@ -2,9 +2,9 @@
 
 At a frozen state, with 0 ≤ σ' ≤ κ (κ = 1 for ReLU and tanh), every step of the linearised network is stable while
 
-    Verlet     h ≤ 2 / (κ |K1 K2'|)         cheap estimate 2 / (κ |K1| |K2|)
-    Leapfrog   h ≤ 2 / (√κ |K|)             cheap estimate with √(|K|_1 |K|_∞) in place of |K|
-    MidPoint   h ≤ 1 / (κ |K - K'|)         likewise
+    Verlet     h ≤ 2 / (κ |K1 K2'|)
+    Leapfrog   h ≤ 2 / (√κ |K|)
+    MidPoint   h ≤ 1 / (κ |K - K'|)
 
 sharp when σ is linear. (Damping changes the constants, see `revode_lab.stability.dynamics`.) A batch norm in eval mode is a
 scale of each channel and becomes part of K. Where a field is not of this form (a norm that depends on the state, a branch of
@@ -19,7 +19,6 @@ after m steps satisfies
 
 whatever the spectrum. The number of steps follows from the tolerance asked for, at a failure probability of 1e-6. A gap in the
 spectrum is never assumed, as a test for small residuals would do: a residual says that ρ is near *an* eigenvalue only.
-`schur_norm` needs no iteration: |K|² ≤ |K|_1 |K|_∞, from sums of absolute kernel entries.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from revode.fields import AntisymmetricField, OneLayerField, SymmetricField
-from revode.operators import AntisymmetricConv, AntisymmetricDense, Bias, LinearOperator, adjoint_kernel
+from revode.operators import Bias, LinearOperator
 from revode.schemes import Scheme
 from revode_lab.stability.dynamics import is_first_order, step_limit
 from revode_lab.stability.spectra import Jacobian, slope
@@ -130,17 +129,6 @@ def operator_norm(operator: LinearOperator, shape: Sequence[int], *, tolerance: 
     return largest_singular_value(operator, operator.adjoint, like, tolerance=tolerance)
 
 
-def schur_norm(operator: LinearOperator) -> float:
-    """√(|K|_1 |K|_∞) ≥ |K|, on inputs of any size."""
-    weight = operator.weight.detach().double()
-    if isinstance(operator, AntisymmetricConv):
-        weight = weight - adjoint_kernel(weight)
-    elif isinstance(operator, AntisymmetricDense):
-        weight = weight - weight.t()
-    sums = weight.abs().flatten(2).sum(2) if weight.dim() > 2 else weight.abs()
-    return math.sqrt(float(sums.sum(0).max()) * float(sums.sum(1).max()))
-
-
 @dataclass(frozen=True)
 class LayerBound:
     """The bound on h of one step.
@@ -150,7 +138,6 @@ class LayerBound:
         step: its number in the unit.
         h: the step size in use.
         sharp: the bound on h at a frozen state; infinite if the field is zero.
-        cheap: an estimate from below, from the norms of single operators.
         basis: ``"weights"`` if it holds at any state, ``"state"`` if it was computed at the given one.
         flipped: whether a batch norm in the field has negative weights, or an activation a negative slope. The field is then no
             longer the force of a convex potential (nor antisymmetric up to a scale), and a step within its bound may grow all
@@ -161,7 +148,6 @@ class LayerBound:
     step: int
     h: float
     sharp: float
-    cheap: float
     basis: str
     flipped: bool = False
 
@@ -199,10 +185,10 @@ def step_bounds(
         if limit is None:
             continue
         for step, fields in enumerate(steps_of(unit)):
-            *radii, basis = _radii(unit.scheme, fields, states[step], tolerance)
-            sharp, cheap = (limit / radius if radius > 0.0 else math.inf for radius in radii)
+            radius, basis = _radius(unit.scheme, fields, states[step], tolerance)
+            sharp = limit / radius if radius > 0.0 else math.inf
             flipped = any(_flips(module) for field in fields for module in field.modules())
-            bounds.append(LayerBound(number, step, unit.scheme.h, sharp, min(cheap, sharp), basis, flipped))
+            bounds.append(LayerBound(number, step, unit.scheme.h, sharp, basis, flipped))
     return bounds
 
 
@@ -225,8 +211,8 @@ def suggest_h(model: nn.Module, images: Tensor, *, safety: float = 0.9) -> float
     return safety * smallest
 
 
-def _radii(scheme: Scheme, fields: list[nn.Module], state: Parts, tolerance: float) -> tuple[float, float, str]:
-    """Two bounds on the spectral radius of the ODE's Jacobian, sharp and cheap, and what they hold for."""
+def _radius(scheme: Scheme, fields: list[nn.Module], state: Parts, tolerance: float) -> tuple[float, str]:
+    """A bound on the spectral radius of the ODE's Jacobian, and what it holds for."""
     inputs = [state[-1]]
     if scheme.splits:
         inputs.append(scheme.step((state[0], state[1]), fields[0])[1])
@@ -240,28 +226,25 @@ def _radii(scheme: Scheme, fields: list[nn.Module], state: Parts, tolerance: flo
     known = [factors for field in fields if (factors := linear_factors(field)) is not None]
     if len(known) < len(fields):
         jacobians = [Jacobian(field, q) for field, q in zip(fields, inputs, strict=True)]
-        found = radius([norm(jacobian.matvec, jacobian.rmatvec, jacobian.x) for jacobian in jacobians])
-        return found, found, "state"
-    norms = []
-    for factors, q in zip(known, inputs, strict=True):
-        own = {factor: norm(factor.product, factor.adjoint, q) for factor in factors}
-        norms.append(math.prod(own[factor] for factor in factors))
-    cheap = radius([math.prod(factor.schur for factor in factors) for factors in known])
+        return radius([norm(jacobian.matvec, jacobian.rmatvec, jacobian.x) for jacobian in jacobians]), "state"
     if scheme.splits and all(len(factors) == 2 and len(set(factors)) == 1 for factors in known):
         (first, _), (second, _) = known
         hidden = second.product(inputs[1])
         joint = norm(lambda x: first.product(second.adjoint(x)), lambda x: second.product(first.adjoint(x)), hidden)
-        return joint, radius(norms), "weights"  # |L1 L2'| and |L1| |L2|
-    return radius(norms), cheap, "weights"
+        return joint, "weights"  # |L1 L2'|
+    norms = []
+    for factors, q in zip(known, inputs, strict=True):
+        own = {factor: norm(factor.product, factor.adjoint, q) for factor in factors}
+        norms.append(math.prod(own[factor] for factor in factors))
+    return radius(norms), "weights"
 
 
 @dataclass(frozen=True)
 class _Factor:
-    """A linear map L, by its products, and a cheap bound on its norm."""
+    """A linear map L, by its products."""
 
     product: Apply
     adjoint: Apply
-    schur: float
 
 
 def linear_factors(field: nn.Module) -> tuple[_Factor, ...] | None:
@@ -277,18 +260,15 @@ def linear_factors(field: nn.Module) -> tuple[_Factor, ...] | None:
     if scale is None or lead is None:
         return None
     root = (scale * largest_slope(field.activation)).sqrt()
-    schur, peak = schur_norm(operator), float(root.max())
     if isinstance(field, AntisymmetricField):
-        both = lambda x: root * operator(root * x), lambda y: root * operator.adjoint(root * y)
-        return (_Factor(*both, peak**2 * schur),)
+        return (_Factor(lambda x: root * operator(root * x), lambda y: root * operator.adjoint(root * y)),)
     if isinstance(field, OneLayerField):
-        top = peak**2
-        return (_Factor(lambda x: top * operator(x), lambda y: top * operator.adjoint(y), top * schur),)
-    factor = _Factor(lambda x: root * operator(x), lambda y: operator.adjoint(root * y), peak * schur)
+        top = float(root.max()) ** 2
+        return (_Factor(lambda x: top * operator(x), lambda y: top * operator.adjoint(y)),)
+    factor = _Factor(lambda x: root * operator(x), lambda y: operator.adjoint(root * y))
     if not isinstance(lead_norm, _BatchNorm):
         return factor, factor
-    led = lambda x: factor.product(lead * x), lambda y: lead * factor.adjoint(y)
-    return factor, _Factor(*led, factor.schur * float(lead.max()))
+    return factor, _Factor(lambda x: factor.product(lead * x), lambda y: lead * factor.adjoint(y))
 
 
 def _channel_scale(norm: nn.Module | None, operator: LinearOperator) -> Tensor | None:

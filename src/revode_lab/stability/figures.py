@@ -36,28 +36,23 @@ class Figure(NamedTuple):
 
 
 def _over_depth(ylabel: str, shift: float = 0.0, **options: Any) -> Callable[[Sequence[Analysis], Curves], str]:
-    """Draws curves over depth with thin lines between the first network's units; logarithmic from a factor of four on.
+    """Draws curves over depth with thin lines between the first network's units.
 
     A shift of 0.5 goes with points that are blocks, so that lines lie between two of them.
     """
 
     def draw(analyses: Sequence[Analysis], series: Curves) -> str:
-        values = [value for _, y in series.values() for value in y if value > 0]
         entries = [place for place in analyses[0].lyapunov.places if place.kind == "enter"]
         borders = [place.depth + shift for place in entries[1:]]
-        settings = {"log_y": bool(values) and max(values) > 4.0 * min(values), "borders": borders} | options
-        points = [name for name in series if name.endswith("finite size")]
-        return charts.lines(series, "block" if shift else "depth, blocks", ylabel, points=points, **settings)
+        settings = {"log_y": True, "borders": borders} | options
+        return charts.lines(series, "block" if shift else "depth, blocks", ylabel, **settings)
 
     return draw
 
 
 def _growth(analysis: Analysis) -> Curves:
     depths, factors = analysis.lyapunov.over_depth()
-    found: Curves = {f"tangent {i}": (depths, column.tolist()) for i, column in enumerate(factors.t(), start=1)}
-    depths, factors = analysis.finite_size.over_depth()
-    some = slice(None, None, max(1, len(depths) // 20))
-    return found | {"finite size": (depths[some], factors[some, 0].tolist())}
+    return {f"perturbation {i}": (depths, column.tolist()) for i, column in enumerate(factors.t(), start=1)}
 
 
 def _norms(analysis: Analysis) -> Curves:
@@ -102,10 +97,7 @@ def _step_usage(analysis: Analysis) -> Curves:
     if not analysis.bounds:
         return {}
     blocks = range(1, len(analysis.bounds) + 1)
-    usage = [100.0 * bound.usage for bound in analysis.bounds]
-    cheap = [100.0 * bound.h / bound.cheap for bound in analysis.bounds]
-    shown: Curves = {"h / cheap estimate": (blocks, cheap)} if max(cheap) < 20 * max(usage) else {}
-    return {"h / bound": (blocks, usage)} | shown
+    return {"h / bound": (blocks, [100.0 * bound.usage for bound in analysis.bounds])}
 
 
 def _reconstruction(analysis: Analysis) -> Curves:
@@ -113,7 +105,7 @@ def _reconstruction(analysis: Analysis) -> Curves:
     for profile in analysis.profiles:
         pieces.append((range(start, start + len(profile) - 1), profile[:-1]))
         start += len(profile) - 1
-    return {"float32": _broken(pieces)}
+    return {"float32": _broken(pieces)} if pieces else {}
 
 
 def _sensitivity(analysis: Analysis) -> Curves:
@@ -125,7 +117,7 @@ FIGURES = {
     "perturbations": Figure(
         _growth,
         _over_depth("growth, factor"),
-        "Growth of small perturbations inside the units. Lines: tangent vectors. Markers: two trajectories. "
+        "Growth of small perturbations inside the units, one for each tangent vector. "
         "Dotted: borders of units; what the transition does there is left out.",
     ),
     "signals": Figure(
@@ -142,7 +134,7 @@ FIGURES = {
     ),
     "energy": Figure(
         _energy,
-        _over_depth("change of H, %", 0.5, log_y=True, mark=True),
+        _over_depth("change of H, %", 0.5, mark=True),
         "Change of the Hamiltonian, without its sign, by its two causes.",
     ),
     "step size": Figure(
@@ -153,7 +145,7 @@ FIGURES = {
     ),
     "reversing": Figure(
         _reconstruction,
-        _over_depth("relative reconstruction error", log_y=True),
+        _over_depth("relative reconstruction error"),
         "Relative error of the pair on the way back through each unit. It starts anew at the end of each unit (dotted), "
         "whose last pair is kept.",
     ),

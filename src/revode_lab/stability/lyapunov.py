@@ -178,30 +178,3 @@ def _renewed(unit: ReversibleSequence | None, parts: Parts, k: int) -> tuple[Par
     frame, log = orthonormalize(flatten_state(unit, tangents).unflatten(0, (k, -1)))
     renewed = unflatten_state(unit, frame.flatten(0, 1), values)
     return tuple(map(forward_ad.make_dual, values, renewed)), log
-
-
-def finite_size_growth(model: nn.Module, images: Tensor, *, size: float = 1e-4, seed: int = 0) -> Lyapunov:
-    """The growth of a perturbation of finite size: two trajectories, no derivatives; a check on `lyapunov_exponents`.
-
-    Args:
-        model: a network with reversible units.
-        images: its inputs.
-        size: norm of the perturbation as a fraction of each image's norm.
-        seed: of the direction, which is the first of `lyapunov_exponents`'s for the same seed.
-    """
-    if not size > 0.0:
-        raise ValueError(f"size must be a positive fraction of the input's norm, got {size!r}")
-    model, images = prepared(model, images)
-    scale = size * torch.linalg.vector_norm(images.flatten(1), dim=1)
-    step = random_frame(images, 1, seed)[0] * scale[:, None]
-    places: list[Place] = []
-    distances = [scale.log()]
-
-    def visit(place: Place, unit: ReversibleSequence | None, parts: Parts) -> None:
-        plain, moved = flatten_state(unit, parts).chunk(2)
-        places.append(place)
-        distances.append(torch.linalg.vector_norm(moved - plain, dim=1).log())
-
-    with torch.no_grad():
-        walk(model, torch.cat((images, images + step.reshape(images.shape))), visit)
-    return Lyapunov(places, torch.stack(distances).diff(dim=0).mean(1, keepdim=True))

@@ -31,6 +31,17 @@ QUANTITIES: dict[str, Callable[[nn.Module, Tensor], float | None]] = {
 }
 """What a monitor can follow: name -> the number, None where a network has no such thing (a RevNet's step bound)."""
 
+MEANINGS = {
+    "perturbation_growth": "Growth of a small disturbance over the whole network: near 1 it stays small.",
+    "step_usage": "The step h over the largest h that keeps the tightest block stable, at its present weights: above 1 a "
+    "disturbance may grow.",
+    "reconstruction_error": "Largest relative error of a state computed back from the end of its unit.",
+    "signal_growth": "Growth of the signal inside the units.",
+    "gradient_growth": "Growth of the gradient inside the units, on its way back.",
+    "max_real_part": "Largest real part of the frozen ODE's eigenvalues: above 0 disturbances grow.",
+}
+"""What each quantity says, in a sentence."""
+
 DEFAULT_QUANTITIES = ("perturbation_growth", "step_usage", "reconstruction_error")
 
 

@@ -30,8 +30,9 @@ def verdict(analysis: Analysis) -> str:
     if faults:
         return f"{analysis.name} is not stable on these images: {' and '.join(faults)}."
     bound = "" if top is None else f", every step is within its bound (at most {top.usage:.0%} of it)"
-    found = f"states are found back to {analysis.reconstruction_error:.0e}"
-    return f"{analysis.name} is stable on these images: {growth}{bound}, and {found}."
+    error = analysis.reconstruction_error
+    found = "" if error is None else f", and states are found back to {error:.0e}"
+    return f"{analysis.name} is stable on these images: {growth}{bound}{found}."
 
 
 def sentences(analysis: Analysis) -> dict[str, str]:
@@ -41,8 +42,7 @@ def sentences(analysis: Analysis) -> dict[str, str]:
     found = {
         "step size": _step_size(analysis),
         "perturbations": f"Perturbations grow {lyapunov.growth:.3g} times over {analysis.num_layers} layers "
-        f"(leading Lyapunov exponent {float(lyapunov.exponents[0]):+.3g} in T = {lyapunov.time:g}); two trajectories a "
-        f"small distance apart give {analysis.finite_size.growth:.3g} times.",
+        f"(leading Lyapunov exponent {float(lyapunov.exponents[0]):+.3g} in T = {lyapunov.time:g}).",
         "signals": f"Inside the units the signal grows {signals.signal_growth:.3g} times and the gradient, on its way "
         f"back, {signals.gradient_growth:.3g} times.",
         "eigenvalues": _eigenvalues(analysis),
@@ -78,6 +78,8 @@ def _step_size(analysis: Analysis) -> str:
 
 
 def _eigenvalues(analysis: Analysis) -> str:
+    if analysis.axis_distance is None or analysis.max_real is None:
+        return ""
     if analysis.axis_distance < 1e-6:
         return (
             f"With weights and state frozen, all eigenvalues lie on the imaginary axis "
@@ -105,11 +107,18 @@ def _energy(analysis: Analysis) -> str:
 
 def _reversing(analysis: Analysis) -> str:
     worst = analysis.reconstruction_error
+    if worst is None:
+        return "Its blocks are not reversible: nothing is walked back, and there is no ODE step to have eigenvalues or a bound."
     text = f"Walking back in float32 finds the states of a unit to a relative error of {worst:.1e}"
     exact = [row for row in analysis.drifts if row.exact]
     if exact and all(row.reconstruction == 0.0 and row.gradient == 0.0 for row in exact):
         text += "; on the grid (exact=True) states and gradients come back bit for bit"
     return f"{text}."
+
+
+def _number(value: float | None, form: str) -> str:
+    """The number, or a dash where the network has no such thing."""
+    return "–" if value is None else format(value, form)
 
 
 COMPARED: dict[str, Callable[[Analysis], str]] = {
@@ -119,8 +128,8 @@ COMPARED: dict[str, Callable[[Analysis], str]] = {
     "leading Lyapunov exponent": lambda a: f"{float(a.lyapunov.exponents[0]):+.3g}",
     "growth of the signal": lambda a: f"{a.propagation.signal_growth:.3g}",
     "growth of the gradient": lambda a: f"{a.propagation.gradient_growth:.3g}",
-    "largest real part": lambda a: f"{a.max_real:.2g}",
-    "reconstruction error": lambda a: f"{a.reconstruction_error:.1e}",
+    "largest real part": lambda a: _number(a.max_real, ".2g"),
+    "reconstruction error": lambda a: _number(a.reconstruction_error, ".1e"),
     "logits, noise of 0.1": lambda a: f"{a.noise[-2].logit_change:.1%}",
     "logits, FGSM of 0.1": lambda a: f"{a.adversary[-2].logit_change:.1%}",
 }
@@ -180,8 +189,8 @@ def _page(analyses: Sequence[Analysis], source: str) -> Page:
             ("growth of perturbations", f"{first.lyapunov.growth:.3g}×", f"over {first.num_layers} layers"),
             ("step size", usage, "of its bound, tightest layer"),
             ("gradient", f"{first.propagation.gradient_growth:.3g}×", "growth on its way back"),
-            ("largest real part", f"{first.max_real:.1e}", "of the frozen ODE's eigenvalues"),
-            ("reversing", f"{first.reconstruction_error:.1e}", "relative error in float32"),
+            ("largest real part", _number(first.max_real, ".1e"), "of the frozen ODE's eigenvalues"),
+            ("reversing", _number(first.reconstruction_error, ".1e"), "relative error in float32"),
         ]
     )
     if len(analyses) > 1:
@@ -198,7 +207,8 @@ def _page(analyses: Sequence[Analysis], source: str) -> Page:
                 page.figure(markup, FIGURES[subject].caption, said[subject])
         if heading == "Can it be reversed?":
             for analysis in analyses:
-                _drift_table(page, analysis)
+                if analysis.drifts:
+                    _drift_table(page, analysis)
     _linear_revnet(page)
     page.heading("Numbers")
     for analysis in analyses:

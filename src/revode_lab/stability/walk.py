@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from revode.engine import ReversibleSequence
+from revode.networks import Stage
 from revode.schemes import OpenState, State
 
 Parts = tuple[Tensor, ...]
@@ -66,6 +67,13 @@ def reversible_units(model: nn.Module) -> list[ReversibleSequence]:
     return units
 
 
+def walked_units(model: nn.Module) -> list[nn.Module]:
+    """What a walk goes through block by block: reversible sequences, or the bodies of a ResNet of revode."""
+    stages = [module for module in model.modules() if isinstance(module, Stage)]
+    bodies: list[nn.Module] = [stage.body for stage in stages if isinstance(stage.body, nn.Sequential)]
+    return bodies or [*reversible_units(model)]
+
+
 def steps_of(unit: ReversibleSequence) -> list[list[nn.Module]]:
     """The branches of each step of a unit."""
     width = unit.scheme.fields_per_step
@@ -82,11 +90,11 @@ def analysis_copy(model: nn.Module, dtype: torch.dtype | None = torch.float64) -
     """A copy to analyse: in eval mode, under ``store`` without a grid, its parameters without gradients.
 
     Args:
-        model: any module with reversible units (or one such unit); stays as it is.
+        model: any module with reversible units (or one such unit), or a ResNet of revode; stays as it is.
         dtype: floating-point type of the copy; None keeps the model's.
     """
     model = unwrapped(model)
-    reversible_units(model)
+    walked_units(model)
     name = first_not_finite(model)
     if name is not None:
         raise ValueError(f"the weights of {type(model).__name__} hold NaN or infinity, first in {name!r}")
@@ -128,10 +136,10 @@ def prepared(model: nn.Module, images: Tensor, dtype: torch.dtype | None = torch
 
 def walk(model: nn.Module, x: Any, visit: Visitor) -> Any:
     """model(x), calling `visit` at every depth. `model` should be an `analysis_copy`; x may be a dual tensor."""
-    units = reversible_units(model)
+    units = walked_units(model)
     place = Place(-1, 0, 0, 0.0, "enter")
 
-    def visited(kind: str, unit: ReversibleSequence, state: OpenState) -> Any:
+    def visited(kind: str, unit: ReversibleSequence | None, state: OpenState) -> Any:
         nonlocal place
         place = replace(place, kind=kind)
         parts = members(state)
@@ -155,8 +163,21 @@ def walk(model: nn.Module, x: Any, visit: Visitor) -> Any:
             return scheme.readout(state, unit.split_dim), state
         return visited("leave", unit, (None, scheme.readout(state, unit.split_dim)))[1]
 
+    def run_blocks(body: nn.Sequential, x: Tensor) -> Tensor:
+        """What a ResNet's ``body(x)`` computes; a first block that changes the shape is a transition."""
+        nonlocal place
+        place = replace(place, unit=place.unit + 1, step=0)
+        blocks, y = list(body), body[0](x)
+        if y.shape != x.shape:
+            blocks, x = blocks[1:], y
+        x = visited("enter", None, (None, x))[1]
+        for block in blocks:
+            place = replace(place, step=place.step + 1, depth=place.depth + 1, time=place.time + 1.0)
+            x = visited("step", None, (None, block(x)))[1]
+        return visited("leave", None, (None, x))[1]
+
     for unit in units:
-        unit.__dict__["forward"] = functools.partial(run, unit)
+        unit.__dict__["forward"] = functools.partial(run if isinstance(unit, ReversibleSequence) else run_blocks, unit)
     try:
         y = model(x)
     finally:
@@ -174,7 +195,7 @@ def unit_states(model: nn.Module, images: Tensor) -> list[tuple[ReversibleSequen
     def visit(place: Place, unit: ReversibleSequence | None, parts: Parts) -> None:
         if unit is not None and place.kind == "enter":
             found.append((unit, [parts]))
-        elif place.kind == "step":
+        elif unit is not None and place.kind == "step":
             found[-1][1].append(parts)
 
     with torch.no_grad():

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from revode.files import write_atomically
 from revode_lab.training.config import FREE, LEAVES, Config, flatten, from_leaves, read_yaml
-from revode_lab.training.distributed import Group, copy_whole, whole
+from revode_lab.training.distributed import Group
 from revode_lab.training.job import Job
 
 FORMAT = "revode-training-1"
@@ -136,35 +136,29 @@ class Position:
     def restored(cls, saved: list[dict[str, Any]], group: Group) -> Position:
         """This process's position among the saved ones; the first gets all sums if there are now more processes or fewer."""
         mine = dict(saved[group.rank if len(saved) == group.world_size else 0])
-        mine.pop("peak_activation_bytes", None)  # in files of older versions
         if len(saved) != group.world_size:
             for name in ("loss_sum", "num_correct", "num_images"):
                 mine[name] = sum(position[name] for position in saved) if group.leads else 0
         return cls(**mine)
 
 
-def weights(model: nn.Module) -> dict[str, Tensor]:
-    """The model's state on the CPU, put together from all processes; all of them must call it."""
-    return {name: whole(tensor.detach()).cpu() for name, tensor in model.state_dict().items()}
-
-
 def collect(job: Job, position: Position, plan: dict[str, Any], metrics_offset: int) -> dict[str, Any]:
     """The state of a run in types that load with ``weights_only=True``. All processes must call it."""
     optimizer = job.optimizer.state_dict()
     momenta = {
-        index: {name: whole(value).cpu() if isinstance(value, Tensor) else value for name, value in entry.items()}
+        index: {name: value.cpu() if isinstance(value, Tensor) else value for name, value in entry.items()}
         for index, entry in optimizer["state"].items()
     }
     average = None
     if job.average is not None:
-        tensors = {name: whole(tensor).cpu() for name, tensor in job.average.tensors.items()}
+        tensors = {name: tensor.cpu() for name, tensor in job.average.tensors.items()}
         average = {"num_updates": job.average.num_updates, "tensors": tensors}
     processes = job.group.gather({"random": random_states(), "position": asdict(position)})
     return {
         "step": position.step,
         "level": job.level,
         "config": asdict(job.config),
-        "model": weights(job.model),
+        "model": {name: tensor.cpu() for name, tensor in job.model.state_dict().items()},
         "momenta": momenta,
         "average": average,
         "scaler": job.scaler.state_dict(),
@@ -181,12 +175,12 @@ def restore(job: Job, state: dict[str, Any]) -> Position:
         odd = sorted(own.keys() ^ state["model"].keys())[0]
         raise ValueError(f"the checkpoint does not fit {job.config.model.name}: only one of them has {odd!r}")
     for name, tensor in own.items():
-        copy_whole(tensor, state["model"][name])
+        tensor.copy_(state["model"][name])
     _restore_momenta(job, state["momenta"])
     if job.average is not None and state["average"] is not None:
         job.average.num_updates = state["average"]["num_updates"]
         for name, tensor in job.average.tensors.items():
-            copy_whole(tensor, state["average"]["tensors"][name])
+            tensor.copy_(state["average"]["tensors"][name])
     job.scaler.load_state_dict(state["scaler"])
     processes = state["processes"]
     if len(processes) == job.group.world_size:
@@ -195,15 +189,14 @@ def restore(job: Job, state: dict[str, Any]) -> Position:
 
 
 def _restore_momenta(job: Job, momenta: dict[int, dict[str, Any]]) -> None:
-    """Give each parameter its momentum, in the layout and the shard that the parameter has."""
+    """Give each parameter its momentum, in the layout that the parameter has."""
     parameters = [p for group in job.optimizer.param_groups for p in group["params"]]
     for index, entry in momenta.items():
         parameter = parameters[index]
         restored = dict(entry)
         for name, value in entry.items():
             if isinstance(value, Tensor):
-                restored[name] = parameter.detach().clone()
-                copy_whole(restored[name], value)
+                restored[name] = parameter.detach().clone().copy_(value)
         job.optimizer.state[parameter] = restored
 
 
@@ -276,10 +269,8 @@ def merge(old: Config, new: Config, given: Sequence[str], note: Callable[[str], 
             f"the run to resume has {LEAVES[name].path} {ours[name]}, but {theirs[name]} was asked for; "
             "leave that out, or start another run in another directory"
         )
-    if changed.keys() & {"epochs", "max_steps"} and ours["schedule"] in ("cosine", "one-cycle"):
-        note(
-            f"the {ours['schedule']} schedule now spans another length: the result is not that of one uninterrupted run"
-        )
+    if changed.keys() & {"epochs", "max_steps"} and ours["schedule"] == "one-cycle":
+        note("the one-cycle schedule now spans another length: the result is not that of one uninterrupted run")
     if "threads" in changed:
         note("another number of threads may change the last bits of the result")
     return from_leaves({**ours, **changed})

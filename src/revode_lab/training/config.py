@@ -49,13 +49,16 @@ class ModelConfig:
 class DataConfig:
     """Which images."""
 
-    dataset: str = _setting("digits", "digits, cifar10, cifar100 or stl10")
-    train_fraction: float = _setting(1.0, "stratified, seeded share of the training images")
-    validation: float = _setting(
-        0.0, "share of the training images held out to choose best.ckpt; 0: the last weights", at_least=0, below=1
+    dataset: str = _setting(
+        "digits",
+        "digits, cifar10, cifar100, stl10; your own images: folder:PATH or npz:FILE, @64 behind it for edge 64",
     )
+    train_fraction: float = _setting(1.0, "stratified, seeded share of the training images")
+    validation: float = _setting(0.0, "share held out to choose best.ckpt; 0: the last weights", at_least=0, below=1)
     augment: bool = _setting(True, "random crops, and flips where they keep the meaning")
-    flips: Literal["random", "alternating"] = _setting("random", "mirror by chance, or in every second epoch")
+    flips: Literal["random", "alternating", "none"] = _setting(
+        "random", "mirror by chance, in every second epoch, or never"
+    )
     cutout: int = _setting(0, "edge of the square that is blanked in every augmented image; 0 is none", at_least=0)
 
 
@@ -63,23 +66,17 @@ class DataConfig:
 class OptimizationConfig:
     """SGD with momentum, and its schedule. Steps are updates of the weights."""
 
-    epochs: int | None = _setting(
-        40, "passes over the training images; none leaves the length to max-steps", at_least=1
-    )
+    epochs: int | None = _setting(40, "passes over the training images; none: max-steps decides", at_least=1)
     levels: str = _setting("", "networks and image edges on the way, layers@edge:epochs, as 38@16:8,74@32:14")
     rate_per_level: bool = _setting(False, "a course of the learning rate for each level, instead of one for all")
     max_steps: int | None = _setting(None, "stop after this many updates, if that comes first", at_least=1)
     batch_size: int = _setting(64, "images per update, over all processes", at_least=1)
     accumulate: int = _setting(1, "micro-batches that an update's batch is cut into", at_least=1)
     lr: float = _setting(0.1, "learning rate (its peak, for one-cycle)", at_least=0)
-    schedule: Literal["constant", "step", "cosine", "one-cycle"] = _setting("one-cycle", "course of the learning rate")
-    milestones: tuple[int, ...] = _setting((), "where `step` divides the learning rate, as 80,120")
+    schedule: Literal["constant", "step", "one-cycle"] = _setting("one-cycle", "course of the learning rate")
+    milestones: tuple[int, ...] = _setting((), "where `step` divides the learning rate by 10, as 80,120")
     milestone_unit: Literal["epochs", "steps"] = _setting("epochs", "what milestones count")
-    decay_factor: float = _setting(0.1, "what `step` multiplies the learning rate by", at_least=0)
-    warmup_steps: int = _setting(0, "updates over which the learning rate rises from 0 (not for one-cycle)", at_least=0)
-    warmup_fraction: float = _setting(
-        0.3, "share of a one-cycle run in which the learning rate rises", at_least=0, below=1
-    )
+    warmup_fraction: float = _setting(0.3, "share of a one-cycle run in which the rate rises", at_least=0, below=1)
     momentum: float = _setting(0.9, "momentum of SGD", at_least=0, below=1)
     nesterov: bool = _setting(False, "Nesterov's momentum")
     weight_decay: float = _setting(2e-4, "decay of convolution and linear weights", at_least=0)
@@ -98,13 +95,9 @@ class ExecutionConfig:
     threads: int = _setting(
         0, "CPU threads; 0 leaves torch's choice; the last bits depend on it", at_least=0, below=MOST_THREADS + 1
     )
-    autocast: Literal["none", "bfloat16", "float16"] = _setting(
-        "none", "precision of the branches; states stay float32"
-    )
+    autocast: Literal["none", "bfloat16", "float16"] = _setting("none", "dtype of the branches; states stay float32")
     compile: bool = _setting(False, "compile the blocks, once for each kind and shape")
     channels_last: bool = _setting(True, "memory format of the images")
-    parallel: Literal["ddp", "fsdp"] = _setting("ddp", "under torchrun: replicate or shard the network")
-    sync_batch_norm: bool = _setting(False, "under torchrun on GPUs: batch statistics over all processes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +110,7 @@ class RecordConfig:
     evaluation_batch_size: int = _setting(500, "images per forward pass of an evaluation", at_least=1)
     monitor: bool = _setting(False, "follow the stability of the network during training")
     monitor_every: int = _setting(100, "updates between calls of the monitor", at_least=1)
-    report: bool = _setting(True, "write report.html at the end")
+    report: bool = _setting(True, "write report.html at every evaluation, whole at the end")
     tensorboard: bool = _setting(False, "also write TensorBoard events")
     data_root: str | None = _setting(None, "folder of the data sets; default as in `revode data get --help`")
 
@@ -489,6 +482,10 @@ def configure(config_file: str | None = None, **settings: Any) -> Config:
             raise unknown("setting", name, LEAVES, "`revode train --help` lists all")
     given = {**(read_yaml(config_file) if config_file else {}), **settings}
     given = {name: convert(LEAVES[name], value) for name, value in given.items()}
+    if ":" in given.get("dataset", ""):
+        from revode_lab.data import full_name
+
+        given["dataset"] = full_name(given["dataset"])
     recipe = given.get("recipe", "auto")
     if recipe == "auto":
         recipe = _usual_recipe(given.get("name"), given.get("dataset"))
@@ -509,4 +506,6 @@ def _usual_recipe(model: str | None, dataset: str | None) -> str:
         dataset = next((info.name for info in INFOS.values() if info.image_size == size), "cifar10")
     if dataset == "cifar10" and model in _RECIPES_OF_MODELS:
         return _RECIPES_OF_MODELS[model]
+    if dataset and ":" in dataset:
+        return "quick"
     return _USUAL_RECIPES.get(dataset or "digits", "cifar")

@@ -10,13 +10,19 @@ import functools
 import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from revode.engine import ReversibleSequence
 from revode_lab.training.job import Job
+
+if TYPE_CHECKING:
+    from revode_lab.stability import LayerBound
+
+_CUSTOMARY = 0.1
+"""The learning rate of most recipes: where one is far above it, a third of it would help nobody."""
 
 
 class Diverged(RuntimeError):
@@ -47,7 +53,7 @@ def diagnose(job: Job, indices: Tensor, epoch: int, step: int, loss: float) -> s
     else:
         gradients = reversed([(name, p.grad) for name, p in job.model.named_parameters()])
         first = f"first: the gradient of {_first_broken(gradients) or 'some parameter'}"
-    return "\n".join([first, *_growth(course), *_bound_cause(job.model, images), _learning_rate_cause(job, step)])
+    return "\n".join([first, *_growth(course), *_causes(job, images, step)])
 
 
 def diagnose_weights(job: Job, step: int) -> str:
@@ -123,32 +129,45 @@ def _growth(course: Course) -> list[str]:
     return [f"signal: from {sizes[0]:.3g} to {sizes[-1]:.3g} over the {len(sizes)} branches of {name}"]
 
 
-def _bound_cause(model: nn.Module, images: Tensor) -> list[str]:
-    """The step size against its bound, where that can be computed."""
+def _causes(job: Job, images: Tensor, step: int) -> list[str]:
+    """The likely cause first: h if it was above its bound from the start, else the rate that made the weights grow."""
+    worst, rate = _tightest(job.model, images), _learning_rate_cause(job, step)
+    if worst is None:
+        return [rate]
+    place = f"unit {worst.unit + 1}, block {worst.step + 1}"
+    if worst.usage <= 1:
+        return [
+            rate,
+            f"h = {worst.h:g} is within its bound {worst.sharp:.3g} (tightest at {place}), so h is not the cause",
+        ]
+    with job.group.forked_randomness():
+        first = _tightest(job.fresh_model(), images)
+    if first is not None and first.usage <= 1:
+        grown = f"h = {first.h:g} was within its bound {first.sharp:.3g} at first; the weights grew until"
+        return [f"likely cause: {rate}", f"{grown} it was {worst.sharp:.3g} at {place}"]
+    return [
+        f"likely cause: h = {worst.h:g} is above its bound {worst.sharp:.3g} at {place}; "
+        f"use a smaller h (option h={0.9 * worst.sharp:.2g}) or more weight decay",
+        rate,
+    ]
+
+
+def _tightest(model: nn.Module, images: Tensor) -> LayerBound | None:
+    """The step that uses most of its bound, where bounds can be computed."""
     try:
-        from revode_lab.stability import step_bounds
+        from revode_lab.stability.bounds import largest_usage, step_bounds
 
         model = copy.deepcopy(model)
         for module in model.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
                 module.reset_running_stats()  # the broken batch has spoilt them
-        bounds = step_bounds(model, images[:2])
+        return largest_usage(step_bounds(model, images[:2]))
     except (ImportError, ValueError, RuntimeError, NotImplementedError):
-        return []
-    if not bounds:
-        return []
-    worst = max(bounds, key=lambda bound: bound.usage)
-    place = f"unit {worst.unit + 1}, block {worst.step + 1}"
-    if worst.usage > 1:
-        return [
-            f"likely cause: h = {worst.h:g} is above its bound {worst.sharp:.3g} at {place}; "
-            f"use a smaller h (option h={0.9 * worst.sharp:.2g}) or more weight decay"
-        ]
-    return [f"h = {worst.h:g} is within its bound {worst.sharp:.3g} (tightest at {place}), so h is not the cause"]
+        return None
 
 
 def _learning_rate_cause(job: Job, step: int) -> str:
     rate = job.learning_rate(step)
     clip = "" if job.config.optimization.clip else " or clip=1"
-    lower = job.config.optimization.lr / 3
+    lower = min(job.config.optimization.lr / 3, _CUSTOMARY)
     return f"the learning rate was {rate:.3g} at this step; if it rose too fast, try lr={lower:.1g}{clip}"

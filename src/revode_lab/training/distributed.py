@@ -1,4 +1,4 @@
-"""One process or many: who we are, what is summed over all, and how the network is replicated or sharded.
+"""One process or many: who we are, what is summed over all, and how the network is replicated.
 
 Under ``torchrun`` every process runs the same program. Rank 0 alone writes; batches are disjoint shares of one global
 batch; sums go over all processes. Without it, everything here is the identity.
@@ -152,12 +152,10 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
     return device
 
 
-def parallelize(model: nn.Module, config: ExecutionConfig, group: Group) -> nn.Module:
-    """What to call in training: the model itself, replicated (DDP), or sharded in place (FSDP2)."""
+def replicate(model: nn.Module, group: Group) -> nn.Module:
+    """What to call in training: the model itself, or its replica (DDP)."""
     if group.world_size == 1:
         return model
-    if config.parallel == "fsdp":
-        return _shard(model)
     devices = [group.device.index] if group.device.type == "cuda" else None
     # Statistics matter in evaluation only, which shares rank 0's: no need to share them in every step.
     # (Older versions of torch call that option broadcast_buffers.)
@@ -167,54 +165,14 @@ def parallelize(model: nn.Module, config: ExecutionConfig, group: Group) -> nn.M
     return nn.parallel.DistributedDataParallel(model, **options)
 
 
-def _shard(model: nn.Module) -> nn.Module:
-    """Shard every reversible sequence as one whole, then the rest. (A sequence calls its branches out of order.)"""
-    from torch.distributed.fsdp import fully_shard
-
-    from revode.engine import ReversibleSequence
-
-    for module in model.modules():
-        if isinstance(module, ReversibleSequence):
-            fully_shard(module)
-    fully_shard(model)
-    return model
-
-
-def synchronize_batch_norm(model: nn.Module, group: Group) -> tuple[nn.Module, str]:
-    """The model with batch statistics over all processes where torch has them, and what was done, in words."""
-    if group.world_size == 1:
-        return model, "one process: batch statistics are those of the whole batch already"
-    if group.device.type != "cuda":
-        return model, "torch synchronises batch statistics on GPUs only: each process keeps its own share's statistics"
-    return nn.SyncBatchNorm.convert_sync_batchnorm(model), "batch statistics are taken over all processes"
-
-
 @contextlib.contextmanager
 def gradients_stay_local(module: nn.Module, local: bool) -> Iterator[None]:
     """Hold back the exchange of gradients, for all micro-batches of an update but the last."""
     if local and isinstance(module, nn.parallel.DistributedDataParallel):
         with module.no_sync():
             yield
-    elif hasattr(module, "set_requires_gradient_sync"):
-        module.set_requires_gradient_sync(not local)  # type: ignore[operator]
-        yield
     else:
         yield
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """A sharded tensor put together (all processes must ask); any other tensor as it is."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # type: ignore[attr-defined]
-
-
-def copy_whole(target: Tensor, source: Tensor) -> None:
-    """Copy a whole tensor into `target`, of which this process may hold only its shard."""
-    if hasattr(target, "full_tensor"):
-        from torch.distributed.tensor import distribute_tensor
-
-        source = distribute_tensor(source.to(target.device), target.device_mesh, target.placements)  # type: ignore
-    with torch.no_grad():
-        target.copy_(source)
 
 
 _LETTING_GO = 0.3

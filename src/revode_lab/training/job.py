@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from revode.networks import NetworkConfig, Resampling, StagedClassifier, build, 
 from revode.regularizers import decay_groups
 from revode_lab import data
 from revode_lab.training.config import Config, OptimizationConfig, parse_levels
-from revode_lab.training.distributed import Group, parallelize, synchronize_batch_norm
+from revode_lab.training.distributed import Group, replicate
 
 _NUM_MEASURED = 16
 """Batches on which a new level measures the statistics of its batch norms."""
@@ -94,15 +94,14 @@ class Job:
     Attributes:
         level_ends: Updates after which each level is over; there is one level if none are named.
         model: The network itself.
-        network: What to call in training: the model, perhaps replicated or sharded.
-        notes: What the user should know, in sentences.
+        network: What to call in training: the model, perhaps replicated.
     """
 
     def __init__(self, config: Config, group: Group, level: int = 0) -> None:
         self.config, self.group, self.level = config, group, level
         execution = config.execution
-        # A network that does not exist should not cost a download first.
-        self.level_networks = level_networks(config, data.describe(config.data.dataset))
+        model_config(config.model.name)  # a network that does not exist should not cost reading images first
+        self.level_networks = level_networks(config, data.describe(config.data.dataset, config.record.data_root))
         self.dataset = data.load(config.data.dataset, config.record.data_root).to(group.device)
         if config.data.cutout >= self.dataset.image_size:
             raise ValueError(
@@ -115,11 +114,6 @@ class Job:
         self.levels = parse_levels(config.optimization.levels)
         ends = itertools.accumulate(level.epochs * self.steps_per_epoch for level in self.levels)
         self.level_ends = list(ends) or [self.num_steps]
-        self.notes: list[str] = []
-        if self.levels and self.sharded:
-            raise ValueError("levels make new networks on the way, which --parallel fsdp cannot shard anew; use ddp")
-        if self.sharded and config.model.options.get("memory_budget") is not None:
-            raise ValueError("memory_budget is kept by measuring branches, which --parallel fsdp shards; use ddp")
 
         torch.manual_seed(execution.seed)
         model = self.fresh_model()
@@ -128,14 +122,11 @@ class Job:
         self._train(model)
         self.scaler = torch.amp.GradScaler(group.device.type, enabled=execution.autocast == "float16")
 
-    def _train(self, model: nn.Module) -> None:
+    def _train(self, model: StagedClassifier) -> None:
         """Make `model` the one that is trained."""
-        execution, optimization = self.config.execution, self.config.optimization
+        optimization = self.config.optimization
         self.model = model
-        if execution.sync_batch_norm:
-            self.model, note = synchronize_batch_norm(model, self.group)
-            self.notes.append(f"--sync-batch-norm: {note}")
-        self.network = parallelize(self.model, execution, self.group)
+        self.network = replicate(self.model, self.group)
         self.optimizer = make_optimizer(self.model, optimization)
         self.average = AveragedWeights(self.model, optimization.ema) if optimization.ema else None
 
@@ -162,7 +153,7 @@ class Job:
     def enter_level(self, level: int, epoch: int) -> None:
         """Go on at another level: weights, momenta and averages go with it, statistics are measured anew."""
         self.level = level
-        model, wanted = cast(StagedClassifier, self.model), self.level_networks[level]
+        model, wanted = self.model, self.level_networks[level]
         if replace(model.config, image_size=wanted.image_size) != wanted:
             self._refine()
         else:
@@ -177,7 +168,7 @@ class Job:
         old, optimizer, average = self.model, self.optimizer, self.average
         with self.group.forked_randomness():
             self._train(self.fresh_model())
-        resampling = Resampling(cast(StagedClassifier, old), cast(StagedClassifier, self.model))
+        resampling = Resampling(old, self.model)
         self.model.load_state_dict(resampling.weights(old.state_dict()))
         own = dict(self.model.named_parameters())
         momenta = {name: optimizer.state[p].get("momentum_buffer") for name, p in old.named_parameters()}
@@ -208,16 +199,9 @@ class Job:
         data.batches(len(self.train_split), settings.batch_size, seed=0, epoch=0)  # refuses what cannot be cut
         return count_steps(settings, len(self.train_split))
 
-    @property
-    def sharded(self) -> bool:
-        """Whether the weights are spread over processes."""
-        return self.config.execution.parallel == "fsdp" and self.group.world_size > 1
-
     def fresh_model(self, level: int | None = None) -> StagedClassifier:
         """The network of a level with fresh weights, on its device and in its memory format, not yet wrapped."""
         model = build(self.level_networks[self.level if level is None else level]).to(self.group.device)
-        if self.sharded:
-            return model  # FSDP2 shards contiguous parameters only
         return model.to(memory_format=self.memory_format)  # type: ignore[call-overload]
 
     @property
@@ -319,15 +303,11 @@ def learning_rate(config: OptimizationConfig, step: int, num_steps: int, steps_p
     """
     if config.schedule == "one-cycle":
         return config.lr * one_cycle(step / max(1, num_steps), config.warmup_fraction)
-    warmup = min(1.0, (step + 1) / config.warmup_steps) if config.warmup_steps else 1.0
-    if config.schedule == "cosine":
-        progress = max(0, step - config.warmup_steps) / max(1, num_steps - config.warmup_steps)
-        return config.lr * warmup * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
     if config.schedule == "step":
         unit = steps_per_epoch if config.milestone_unit == "epochs" else 1
         passed = bisect.bisect_right([milestone * unit for milestone in sorted(config.milestones)], step)
-        return config.lr * warmup * config.decay_factor**passed
-    return config.lr * warmup
+        return config.lr * 0.1**passed
+    return config.lr
 
 
 def one_cycle(progress: float, rise: float, start: float = 0.04, end: float = 0.001) -> float:

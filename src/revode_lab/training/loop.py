@@ -28,7 +28,7 @@ from revode_lab.training import checkpoint
 from revode_lab.training.checkpoint import BEST, CONFIG, LAST, METRICS, PREVIOUS, RESULT, Position
 from revode_lab.training.config import Config
 from revode_lab.training.diagnosis import Diverged, diagnose, diagnose_weights
-from revode_lab.training.distributed import gradients_stay_local, process_group, whole
+from revode_lab.training.distributed import gradients_stay_local, process_group
 from revode_lab.training.job import Job
 from revode_lab.training.planning import make_plan, plan_lines
 from revode_lab.training.run import (
@@ -109,8 +109,6 @@ def train(
                 "replace it by `revode train --overwrite`, or choose another directory"
             )
         own_monitors = _own_monitors(job)
-        if job.sharded and (own_monitors or monitors):
-            raise ValueError("monitors look at whole weights, which --parallel fsdp never has; use ddp, or no monitor")
         plan = state["plan"] if state else group.decided_by_leader(lambda: make_plan(job))
         position = checkpoint.restore(job, state) if state else Position()
         metrics = _open_metrics(job.config, folder, state, home, overwrite) if group.leads else None
@@ -126,8 +124,7 @@ def train(
                 if not position.step:  # the states never were in the range of the grid: that is bad input
                     raise
                 raise training.diverged(str(error)) from error
-        weights = checkpoint.weights(job.model)
-        return finish(job, folder, position, plan, score, weights, weights_of) if group.leads else {}
+        return finish(job, folder, position, plan, score, weights_of) if group.leads else {}
 
 
 @dataclass
@@ -214,7 +211,7 @@ class Training:
         self.position.num_images += len(self.indices)
         # Under float16 the scaler leaves out updates whose gradient is not finite.
         scaled = job.scaler.is_enabled()
-        finite = ~self.loss.isnan() if scaled else self.loss.isfinite() & whole(self.norm).isfinite()
+        finite = ~self.loss.isnan() if scaled else self.loss.isfinite() & self.norm.isfinite()
         self.broken_at = torch.where(finite | (self.broken_at >= 0), self.broken_at, self.position.step)
 
     def apply_gradient(self) -> None:
@@ -233,7 +230,7 @@ class Training:
     def announce(self) -> None:
         """Say what is trained, and what it will cost."""
         config, step = self.job.config, self.position.step
-        name, dataset = config.model.name, config.data.dataset
+        name, dataset = config.model.name, self.job.dataset.name
         if step:
             self.progress.line(f"going on with {name} on {dataset} at step {step} of {self.job.num_steps}")
         else:
@@ -243,8 +240,6 @@ class Training:
             if self.job.levels:
                 self.progress.line(f"  levels       {config.optimization.levels}")
                 self.progress.line("               (the plan above is the last one's: it takes at most that)")
-        for note in self.job.notes:
-            self.progress.line(note)
 
     def _write(self, **values: Any) -> None:
         """One line of metrics, by rank 0."""
@@ -254,7 +249,7 @@ class Training:
     def _log(self) -> None:
         """Write the means since the last line."""
         self._require_finite()
-        position, norm = self.position, float(whole(self.norm))
+        position, norm = self.position, float(self.norm)
         seen = [float(self.loss_sum), int(self.num_correct), position.num_images]
         sums = torch.tensor(seen, dtype=torch.float64)
         loss, correct, images = self.job.group.sum(sums).tolist()
@@ -323,6 +318,18 @@ class Training:
         if chooses and (position.best_accuracy is None or score.accuracy >= position.best_accuracy):
             position.best_accuracy, position.best_step = score.accuracy, position.step
             self._save(BEST)
+        if self.metrics is not None and self.job.config.record.report and position.step < self.job.num_steps:
+            self.metrics.sync()
+            self._rewrite_report()
+
+    def _rewrite_report(self) -> None:
+        """Show on the page how far the run is; a page that fails stops nothing."""
+        try:
+            from revode_lab.training.report import write_course
+
+            write_course(self.folder, self.job.config, self.plan, f"step {self.position.step} of {self.job.num_steps}")
+        except Exception as error:
+            self.progress.line(f"no page yet: {type(error).__name__}: {error}")
 
     def _score(self, split: Split, stoppable: bool = True) -> Score | None:
         score = evaluate(
@@ -398,7 +405,7 @@ class Training:
         """Stop if an update since the last look saw a loss or gradient that is no number: nothing is written of it."""
         step = self.job.group.largest(int(self.broken_at))
         if step >= 0:
-            mean, norm = float(self.loss) / len(self.indices), float(whole(self.norm))
+            mean, norm = float(self.loss) / len(self.indices), float(self.norm)
             alone = self.job.group.world_size == 1
             text = diagnose(self.job, self.indices, self.epoch, step, mean) if alone else ""
             raise Diverged(step, f"loss {mean:.4g}, norm of the gradient {norm:.4g}", text, self.folder)
@@ -414,7 +421,7 @@ def _lock_folder(config: Config, named: Path | None, stack: contextlib.ExitStack
     if named is not None:
         stack.enter_context(locked(named))
         return named
-    stem = Path("runs") / f"{config.model.name}-{config.data.dataset}-seed{config.execution.seed}"
+    stem = Path("runs") / f"{config.model.name}-{Path(config.data.dataset).name}-seed{config.execution.seed}"
     for folder in vacant_folders(stem):
         with contextlib.suppress(Taken):
             stack.enter_context(locked(folder))

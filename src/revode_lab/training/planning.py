@@ -16,6 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from revode.memory import PeakActivations
 from revode_lab.files import human_bytes, human_range
+from revode_lab.training.config import Config
+from revode_lab.training.distributed import process_group
 from revode_lab.training.job import Job
 
 _LONG = 10.0
@@ -76,6 +78,26 @@ def make_plan(job: Job) -> dict[str, Any]:
         "seconds_per_step": seconds,
         "num_steps": job.num_steps,
     }
+
+
+def dry_run(config: Config) -> list[str]:
+    """What `config` would train, and what it would cost, for a reader; nothing is written."""
+    with process_group(config.execution) as group:
+        job = Job(config, group)
+        plan = make_plan(job)
+    data, every, levels = job.dataset, config.record.evaluate_every, config.optimization.levels
+    counts = [len(split or ()) for split in (job.train_split, job.validation_split, data.test)]
+    return [
+        f"{config.model.name} on {data.name}, recipe {config.recipe}, would train on {group.device}",
+        "  images       {:,} to train, {:,} to validate, {:,} to test".format(*counts),
+        f"               {data.num_classes} classes, {data.channels}x{data.image_size}x{data.image_size}",
+        *plan_lines(plan),
+        f"  epochs       {plan['num_steps'] / job.steps_per_epoch:.3g} of {job.steps_per_epoch:,} steps, "
+        + (f"scored every {every}" if every else "scored at the end"),
+        *([f"  levels       {levels}"] if levels else []),
+        *job.notes,
+        "nothing was trained or written; without --dry-run it starts",
+    ]
 
 
 def plan_lines(plan: dict[str, Any]) -> list[str]:

@@ -16,7 +16,9 @@ from revode_lab import data
 from revode_lab.charts import Points, bars, lines, pictures, shares
 from revode_lab.files import human_bytes, human_time
 from revode_lab.page import Page
+from revode_lab.stability.monitor import MEANINGS
 from revode_lab.training.checkpoint import REPORT
+from revode_lab.training.config import Config
 from revode_lab.training.run import Run, images_as_seen, load_run, read_metrics
 from revode_lab.training.terminal import passing
 
@@ -53,11 +55,11 @@ def write_report(folder: str | Path, data_root: str | None = None, out: str | Pa
     run = load_run(folder)
     config = run.config
     words = f"recipe {config.recipe}, seed {config.execution.seed}, weights of the {run.weights_of}"
-    page = Page(f"{run.model.config.name} on {config.data.dataset}", words)
+    page = Page(f"{run.model.config.name} on {Path(config.data.dataset).name}", words)
     passing("report: curves")
     _cards(page, run)
     _curves(page, read_metrics(run.folder))
-    _memory(page, run)
+    _memory(page, run.result.get("plan"))
     dataset = None
     try:
         dataset = data.load(config.data.dataset, data_root or config.record.data_root)
@@ -67,13 +69,30 @@ def write_report(folder: str | Path, data_root: str | None = None, out: str | Pa
         passing("report: the network over its depth")
         _way_back(page, run, dataset)
         _depth(page, run, dataset)
-    _classes(page, run)
+    _classes(page, run, dataset)
     if dataset is not None and dataset.test is not None:
         passing("report: predictions")
         _predictions(page, run, dataset, dataset.test)
     _settings(page, run)
     passing("")
     return page.write(run.folder / REPORT if out is None else Path(out))
+
+
+def write_course(folder: Path, config: Config, plan: dict[str, Any], where: str) -> Path:
+    """Write the page of a run that goes on, from what is known without computing; it loads itself anew every minute.
+
+    Args:
+        folder: The run.
+        config: Its configuration.
+        plan: What was measured before it.
+        where: How far it is, in words.
+    """
+    words = f"recipe {config.recipe}, seed {config.execution.seed}, {where}; this page follows the run"
+    page = Page(f"{config.model.name} on {Path(config.data.dataset).name}", words, refresh=60)
+    _curves(page, read_metrics(folder))
+    _memory(page, plan)
+    page.details("Configuration", config.to_yaml())
+    return page.write(folder / REPORT)
 
 
 def _cards(page: Page, run: Run) -> None:
@@ -105,9 +124,10 @@ def _curves(page: Page, rows: list[dict[str, Any]]) -> None:
     names = dict.fromkeys(name for row in monitored for name in row if name not in ("kind", "step"))
     if names:
         page.heading("Stability while training")
+        page.text("Measured on a few training images, as they are without augmentation.")
     for name in names:
         words = name.replace("_", " ")
-        _curve(page, monitored, name, words, f"{words.capitalize()} on a few training images.")
+        _curve(page, monitored, name, words, MEANINGS.get(name, f"{words.capitalize()}."))
 
 
 def _curve(page: Page, rows: list[dict[str, Any]], quantity: str, axis: str, caption: str) -> None:
@@ -126,8 +146,7 @@ def _curve(page: Page, rows: list[dict[str, Any]], quantity: str, axis: str, cap
         page.figure(chart, caption, f"{axis}: {'; '.join(courses)}")
 
 
-def _memory(page: Page, run: Run) -> None:
-    plan = run.result.get("plan")
+def _memory(page: Page, plan: dict[str, Any] | None) -> None:
     if not plan:
         return
     sizes, used = plan["activation_bytes"], plan["strategy"]
@@ -231,11 +250,11 @@ def _errors(unit: ReversibleSequence, x: Any) -> list[float]:
         return []
 
 
-def _classes(page: Page, run: Run) -> None:
+def _classes(page: Page, run: Run, dataset: data.Dataset | None) -> None:
     confusion = run.result.get("confusion")
-    if not confusion:
+    if not confusion or (dataset is None and data.own_images(run.config.data.dataset)):
         return
-    names = data.describe(run.config.data.dataset).class_names
+    names = (dataset or data.describe(run.config.data.dataset)).class_names
     accuracies = [row[i] / max(1, sum(row)) for i, row in enumerate(confusion)]
     worst = min(range(len(names)), key=lambda i: accuracies[i])
     page.heading("Classes")

@@ -184,8 +184,8 @@ def evaluate(
 ) -> Score | None:
     """Score `model` on every image of `split` once, resampled to `edge`; None if `should_stop` said so on the way.
 
-    Every process makes the same number of calls, since a sharded network answers only if all ask, and with the same
-    statistics, those of rank 0. If states leave the grid in one of them, all raise `OutOfRange`.
+    Every process makes the same number of calls, since all must answer whether to stop, and with the same statistics,
+    those of rank 0. If states leave the grid in one of them, all raise `OutOfRange`.
     """
     group.share_buffers(model)
     was_training = model.training
@@ -207,8 +207,6 @@ def evaluate(
                 confusion += torch.bincount(cells, minlength=info.num_classes**2).view_as(confusion)
     finally:
         model.train(was_training)
-        if hasattr(model, "reshard"):
-            model.reshard()  # type: ignore[operator]  # without a backward pass, FSDP2 leaves the root whole
     confusion, loss = group.sum(confusion).cpu(), group.sum(loss)
     correct = float(confusion.diagonal().sum())
     return Score(float(loss) / len(split), correct / len(split), confusion.to(torch.int64))
@@ -251,7 +249,7 @@ def load_run(folder: str | Path, device: str = "cpu") -> Run:
     state = checkpoint["model"]
     if checkpoint["average"] is not None:
         state = {**state, **checkpoint["average"]["tensors"]}
-    model = build_model(config, data.describe(config.data.dataset), checkpoint.get("level", -1))
+    model = build_model(config, data.describe(config.data.dataset, config.record.data_root), checkpoint["level"])
     model.load_state_dict(state)
     return Run(path, config, model.to(where).eval(), f"checkpoint at step {checkpoint['step']}", result)
 
@@ -303,14 +301,11 @@ def finish(
     position: Position,
     plan: dict[str, Any],
     score: Score | None,
-    weights: dict[str, Tensor],
     weights_of: str,
 ) -> dict[str, Any]:
     """Write ``model.safetensors``, ``result.json`` and ``report.html``; return the result."""
-    model = build_model(job.config, job.dataset, job.level)  # whole: the job's own may be sharded
-    model.load_state_dict(weights)
     try:
-        save(model, folder / WEIGHTS)
+        save(job.model, folder / WEIGHTS)
     except (OSError, SafetensorError) as error:
         raise unwritable(folder / WEIGHTS, error) from error
     result = make_result(job, position, plan, score, weights_of)

@@ -15,6 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from revode_lab.files import human_bytes, human_time
+from revode_lab.fresh import peak
 
 if TYPE_CHECKING:
     from revode_lab.training.checkpoint import Position
@@ -125,10 +126,7 @@ def memory_in_use() -> str:
 
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return f"GPU peak {human_bytes(torch.cuda.max_memory_allocated())}"
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return f"process peak {human_bytes(peak * (1 if sys.platform == 'darwin' else 1024))}"
+    return f"process peak {human_bytes(peak())}"
 
 
 class Interrupted(RuntimeError):

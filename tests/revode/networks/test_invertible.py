@@ -21,6 +21,17 @@ def test_inverse_returns_the_image(name, training):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_features_are_the_last_pair_and_the_head_sees_its_readout(name):
+    model = revode.create_model(name, transition="squeeze").eval()
+    x = torch.randn(2, 3, 16, 16)
+    features = model.features(x)
+    seen = model.readout(features.chunk(2, dim=1))
+    assert torch.equal(model.head(seen), model(x))
+    assert features.shape[1] == seen.shape[1] * (2 if name.startswith(("midpoint", "leapfrog")) else 1)
+    assert "readout" in type(model).features.__doc__
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_exact_inverse_returns_the_image_on_the_grid_bit_for_bit(name):
     model = revode.create_model(name, transition="squeeze", exact=True)
     x = torch.randn(4, 3, 16, 16)

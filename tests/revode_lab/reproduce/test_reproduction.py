@@ -13,10 +13,11 @@ import torch
 
 from revode_lab.cli import main
 from revode_lab.files import locked
+from revode_lab.reproduce import BUDGETS, ITEMS
 from revode_lab.reproduce.accuracy import spread
 from revode_lab.reproduce.depth import OverDepth, StepCost
 from revode_lab.reproduce.item import Budget, Findings, Item, Table, find_item, reproduce
-from revode_lab.reproduce.task import Setup, Task, TrainingRun
+from revode_lab.reproduce.task import Setup, Task, TrainingRun, listing
 from revode_lab.training.distributed import Group
 from revode_lab.training.job import Job
 from revode_lab.training.loop import train
@@ -31,7 +32,7 @@ def tiny_run(**changes) -> TrainingRun:
 
 
 def tiny_item(*runs: Task) -> Item:
-    return Item("quick-74", "tiny", {"smoke": Budget("A note.", "a few steps", runs)}, plain_findings)
+    return Item("levels-74", "tiny", {"smoke": Budget("A note.", "a few steps", runs)}, plain_findings)
 
 
 def plain_findings(budget, outcomes):
@@ -55,7 +56,7 @@ def test_killed_between_runs_it_goes_on_with_the_next(tmp_path, monkeypatch):
     monkeypatch.setattr(TrainingRun, "execute", dies_at_the_second)
     with pytest.raises(KeyboardInterrupt):
         reproduce(tiny_item(tiny_run()), place, tmp_path / "out")
-    page = (tmp_path / "out" / "quick-74.md").read_text()
+    page = (tmp_path / "out" / "levels-74.md").read_text()
     assert "Incomplete: 1 of 3 tasks are finished." in page
     first = (place.folder(runs[0]) / "result.json").read_bytes()
 
@@ -93,7 +94,7 @@ def test_an_interrupted_training_goes_on_from_its_checkpoint(tmp_path):
 
 
 def test_a_signal_gives_its_exit_code_and_the_same_command_finishes(tmp_path, monkeypatch, capsys):
-    words = ["reproduce", "quick-74", "--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
+    words = ["reproduce", "levels-74", "--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
     execute = TrainingRun.execute
 
     def interrupted(self, place):
@@ -117,7 +118,7 @@ def test_a_run_with_other_settings_has_another_directory():
 
 def test_two_experiments_do_not_write_one_directory(tmp_path, capsys):
     place = Setup(tmp_path)
-    with locked(tmp_path / "quick-74-smoke"), pytest.raises(ValueError, match="another process"):
+    with locked(tmp_path / "levels-74-smoke"), pytest.raises(ValueError, match="another process"):
         reproduce(tiny_item(tiny_run()), place, tmp_path / "out")
     with locked(place.folder(tiny_run())), pytest.raises(ValueError, match="another process"):
         reproduce(tiny_item(tiny_run()), place, tmp_path / "out")
@@ -169,8 +170,17 @@ def test_dry_run_lists_tasks_with_estimates_and_does_nothing(tmp_path, capsys):
     assert "CPU budget: 32 epochs" in printed
     assert printed.count("  to do  ") == 5
     assert "TFLOP" in printed
-    assert re.search(r"left to do: .* TFLOP, [\d.]+ (s|min|h) to [\d.]+ (s|min|h) at", printed)
+    assert re.search(r"left to do: .* TFLOP, [\d.]+ (s|min|h) to [\d.]+ (s|min|h) at", printed.replace("\n", " "))
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_the_tasks_of_every_item_are_listed_in_80_columns(budget, monkeypatch):
+    monkeypatch.setattr("revode_lab.reproduce.task.measured_rate", lambda: 1e10)
+    monkeypatch.setattr("revode_lab.reproduce.task.forward_flops", lambda *_: 10**9)
+    for item in ITEMS:
+        setup = Setup(budget=budget, data_root="no-such-folder")
+        assert [line for line in listing(find_item(item).plan(setup).tasks, setup) if len(line) > 80] == []
 
 
 @pytest.mark.parametrize(
@@ -199,12 +209,12 @@ def test_stl_test_split_is_looked_for_where_data_lie(tmp_path):
     place = Setup(budget="cpu", data_root=str(tmp_path))
     plan = find_item("table-2").plan(place)
     assert {task.hold_out for task in plan.tasks} == {1_000}
-    assert "4 epochs of 4,000 images" in plan.note
+    assert "on 4,000 images" in plan.note
     (tmp_path / "stl10_binary").mkdir()
     (tmp_path / "stl10_binary" / "test_X.bin").touch()
     plan = find_item("table-2").plan(place)
     assert {task.hold_out for task in plan.tasks} == {0}
-    assert "4 epochs of 5,000 images" in plan.note
+    assert "on 5,000 images" in plan.note
 
 
 def test_trainings_in_processes_have_directories_and_a_command_of_their_own(tmp_path, warm_processes):
@@ -215,7 +225,9 @@ def test_trainings_in_processes_have_directories_and_a_command_of_their_own(tmp_
     assert one.folder(OverDepth(run=run)) != two.folder(OverDepth(run=run))
     found = reproduce(tiny_item(run), two, tmp_path / "out")
     assert not found.problems
-    assert "`revode reproduce quick-74 --budget smoke --processes 2`" in (tmp_path / "out" / "quick-74.md").read_text()
+    assert (
+        "`revode reproduce levels-74 --budget smoke --processes 2`" in (tmp_path / "out" / "levels-74.md").read_text()
+    )
     assert two.finished(run) is not None
     assert one.finished(run) is None
 
@@ -227,8 +239,8 @@ def test_trainings_in_lower_precision_have_directories_and_a_command_of_their_ow
     found = reproduce(tiny_item(run), place, tmp_path / "out")
     assert not found.problems
     assert (
-        "`revode reproduce quick-74 --budget smoke --autocast bfloat16`"
-        in (tmp_path / "out" / "quick-74.md").read_text()
+        "`revode reproduce levels-74 --budget smoke --autocast bfloat16`"
+        in (tmp_path / "out" / "levels-74.md").read_text()
     )
     assert "autocast: bfloat16" in (place.folder(run) / "config.yaml").read_text()
 

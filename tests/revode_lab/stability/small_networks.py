@@ -3,6 +3,9 @@
 import torch
 
 import revode
+from revode_lab.stability import Lyapunov
+from revode_lab.stability.lyapunov import random_frame
+from revode_lab.stability.walk import flatten_state, prepared, walk
 
 FAMILIES = {
     "hamiltonian": {"blocks": (3, 3), "channels": (8, 16)},
@@ -30,3 +33,20 @@ def small_network(family: str, **options):
 
 def images(num_images: int = 4, size: int = 8) -> torch.Tensor:
     return torch.randn(num_images, 3, size, size, generator=torch.Generator().manual_seed(1))
+
+
+def finite_growth(model, x: torch.Tensor, size: float = 1e-4) -> Lyapunov:
+    """What `lyapunov_exponents` finds for k = 1, without derivatives: two trajectories, `size` of each image's norm apart."""
+    model, x = prepared(model, x)
+    scale = size * torch.linalg.vector_norm(x.flatten(1), dim=1)
+    step = random_frame(x, 1, seed=0)[0] * scale[:, None]
+    places, distances = [], [scale.log()]
+
+    def visit(place, unit, parts) -> None:
+        plain, moved = flatten_state(unit, parts).chunk(2)
+        places.append(place)
+        distances.append(torch.linalg.vector_norm(moved - plain, dim=1).log())
+
+    with torch.no_grad():
+        walk(model, torch.cat((x, x + step.reshape(x.shape))), visit)
+    return Lyapunov(places, torch.stack(distances).diff(dim=0).mean(1, keepdim=True))

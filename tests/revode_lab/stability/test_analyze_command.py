@@ -3,12 +3,10 @@
 import dataclasses
 import html
 import json
-import os
 import re
 import shutil
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -37,7 +35,7 @@ def page(results, tmp_path_factory):
 def test_every_family_can_be_analysed(family):
     found = analyze(small_network(family), images(2))
     numbers = json.loads(json.dumps(found.to_dict(), allow_nan=False))
-    assert numbers["perturbation_growth"] == pytest.approx(numbers["perturbation_growth_finite_size"], rel=0.5)
+    assert numbers["perturbation_growth"] > 0
     assert (numbers["step_usage"] is None) == (family == "revnet")
     assert len(numbers["signal_norms"]) == len(numbers["gradient_norms"])
     assert set(sentences(found)) >= {"step size", "perturbations", "signals", "eigenvalues", "reversing", "sensitivity"}
@@ -173,7 +171,6 @@ def bad_inputs(tmp_path):
     (tmp_path / "unfinished" / "config.yaml").write_text("model: hamiltonian-digits\n")
     np.save(tmp_path / "flat.npy", np.zeros((3, 8)))
     return {
-        "no reversible units": ["resnet-32"],
         "NaN or infinity": [str(tmp_path / "nan.safetensors")],
         "no training run": [str(tmp_path / "empty")],
         "unfinished": [str(tmp_path / "unfinished")],
@@ -232,23 +229,45 @@ def test_page_shows_in_a_browser(page, tmp_path):
 @pytest.mark.slow
 def test_hamiltonian_218_on_32_images_takes_under_a_minute_and_a_gigabyte(tmp_path):
     """In a process of its own; seconds are those of the CPU, so that a busy machine does not fail it."""
-    began = time.perf_counter()
-    command = [
-        sys.executable,
-        "-m",
-        "revode_lab.cli",
-        "analyze",
-        "hamiltonian-218",
-        "--out",
-        str(tmp_path),
+    program = f"""
+import time
+from revode_lab.cli import main
+from revode_lab.fresh import peak
+assert main(["analyze", "hamiltonian-218", "--out", {str(tmp_path)!r}, "--threads", "1"]) == 0
+print(time.process_time(), peak())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    seconds, peak = map(float, done.stdout.split()[-2:])
+    assert seconds < 60
+    assert peak < 1e9
+
+
+def test_a_resnet_stands_beside_a_hamiltonian_network(tmp_path, capsys):
+    words = [
+        "--options",
+        "blocks=[1,1],channels=[4,8]",
+        "--against",
+        "resnet-14",
+        "--num-images",
+        "2",
         "--threads",
         "1",
     ]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    _, process.returncode, used = os.wait4(process.pid, 0)  # its own peak, not that of all children so far
-    assert process.returncode == 0
-    assert min(time.perf_counter() - began, used.ru_utime) < 60
-    assert used.ru_maxrss * 1024 < 1e9
+    assert main(["analyze", "hamiltonian-digits", *words, "--out", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    rows = {line[:27].strip(): line[27:].split() for line in text.split("page: ")[0].splitlines() if len(line) > 60}
+    assert rows["largest real part"][1] == rows["reconstruction error"][1] == rows["h in use, of its bound"][1] == "–"
+    assert all(float(number) > 0 for number in rows["growth of perturbations"] + rows["growth of the gradient"])
+    first, second = json.loads((tmp_path / "stability.json").read_text())
+    assert (second["model"], second["layers"], second["steps"]) == ("resnet-14", 14, 4)
+    assert (second["bounds"], second["drift"], second["max_real_part"]) == ([], [], None)
+    assert first["drift"]
+    assert (tmp_path / "stability.html").read_text().count("<figure>") == 8
+
+
+def test_a_resnet_alone_says_what_it_has_not(tmp_path, capsys):
+    assert main(["analyze", "resnet-8", "--num-images", "2", "--threads", "1", "--out", str(tmp_path)]) == 0
+    assert "Its blocks are not reversible" in capsys.readouterr().out
 
 
 def test_two_networks_of_one_name_are_told_apart(tmp_path, capsys):
@@ -259,7 +278,7 @@ def test_two_networks_of_one_name_are_told_apart(tmp_path, capsys):
     )
     text = capsys.readouterr().out
     assert "hamiltonian-digits against hamiltonian-digits (2)" in text
-    assert "hamiltonian-digits (2), finite size" in (tmp_path / "stability.html").read_text()
+    assert "hamiltonian-digits (2), perturbation 1" in (tmp_path / "stability.html").read_text()
 
 
 def test_a_run_is_analysed_on_images_of_its_own_edge(tmp_path, capsys, monkeypatch):

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from small_networks import FAMILIES, images, small_network
+from small_networks import FAMILIES, finite_growth, images, small_network
 
+import revode
 from revode import Leapfrog, ReversibleSequence, SymmetricField, Verlet
 from revode_lab.stability import (
     adversarial_sensitivity,
-    finite_size_growth,
     hamiltonian_energy,
     lyapunov_exponents,
     noise_sensitivity,
@@ -29,7 +29,7 @@ def test_a_pair_that_goes_on_through_squeezing_is_walked_and_measured(family):
     model = small_network(family, transition="squeeze", blocks=(2, 2), channels=(4, 16)).eval()
     walked = walk(analysis_copy(model, None), images(), lambda place, unit, parts: None)
     torch.testing.assert_close(walked, model(images()))
-    tangent, finite = lyapunov_exponents(model, images(), k=1), finite_size_growth(model, images())
+    tangent, finite = lyapunov_exponents(model, images(), k=1), finite_growth(model, images())
     assert finite.growth == pytest.approx(tangent.growth, rel=0.02)
 
 
@@ -132,3 +132,28 @@ def test_nothing_grows_in_units_that_do_nothing(family, transition):
     found = signal_propagation(model, images())
     assert found.signal_growth == pytest.approx(1.0)
     assert found.gradient_growth == pytest.approx(1.0)
+
+
+def test_a_resnet_is_walked_block_by_block():
+    """Norms of states and gradients are those that hooks on its blocks see; blocks that change the shape are transitions."""
+    model = revode.create_model("resnet-14", num_classes=3, channels=(4, 8, 8), in_channels=3).double()
+    x, labels = torch.randn(3, 3, 8, 8, dtype=torch.float64), torch.tensor([0, 1, 2])
+    model(x)  # batch norms that have seen no data would take the statistics of the images
+    model.eval()
+    blocks = [block for stage in model.stages for block in stage.body]
+    seen = []
+    hooks = [block.register_forward_hook(lambda block, given, y: seen.append((given[0].shape, y))) for block in blocks]
+    loss = torch.nn.functional.cross_entropy(model(x), labels, reduction="sum")
+    gradients = torch.autograd.grad(loss, [y for _, y in seen])
+    for hook in hooks:
+        hook.remove()
+    kept = [(y, g) for (shape, y), g in zip(seen, gradients, strict=True) if y.shape == shape]
+    found = signal_propagation(model, x, labels)
+    steps = [i for i, place in enumerate(found.places) if place.kind == "step"]
+    norms = [[t.flatten(1).norm(dim=1).log().mean().exp() for t in pair] for pair in kept]
+    torch.testing.assert_close(found.signal[steps], torch.stack([signal for signal, _ in norms]).detach())
+    torch.testing.assert_close(found.gradient[steps], torch.stack([gradient for _, gradient in norms]))
+    tangents = lyapunov_exponents(model, x, k=1)
+    assert float(finite_growth(model, x, size=1e-6).unit_log_growth) == pytest.approx(
+        float(tangents.unit_log_growth), rel=1e-3
+    )

@@ -190,7 +190,7 @@ def test_accumulation_gives_the_gradient_of_the_whole_batch(tmp_path, monkeypatc
         {"autocast": "bfloat16"},
         {"backprop": "store"},
         {"exact": 14, "channels_last": False},
-        {"schedule": "cosine", "warmup_steps": 3, "augment": False, "smoothness": 0.0},
+        {"schedule": "one-cycle", "augment": False, "smoothness": 0.0},
         {"flips": "alternating", "cutout": 2},
         {"model": "resnet-8", "options": {"blocks": [1, 1], "channels": [4, 8]}},
     ],
@@ -238,21 +238,6 @@ def test_a_plan_knows_the_memory_budget(tmp_path, peaks):
     assert planned["reversible"] == pytest.approx(peaks[-1], rel=0.05)
     assert planned["reversible"] < planned["store"] == alone["store"]
     assert planned["checkpoint"] == alone["checkpoint"]
-
-
-def test_batch_statistics_are_shared_but_not_in_the_network_that_rank_0_plans_with_alone(monkeypatch):
-    from revode_lab.training import job as jobs
-    from revode_lab.training.distributed import Group, synchronize_batch_norm
-
-    gpus = Group(0, 2, torch.device("cuda"))
-    monkeypatch.setattr(jobs, "synchronize_batch_norm", lambda model, group: synchronize_batch_norm(model, gpus))
-    job = Job(tiny(sync_batch_norm=True, options={"norm": "batch"}), Group(0, 1, torch.device("cpu")))
-    kinds = [type(module) for module in job.fresh_model().modules()]
-    assert torch.nn.BatchNorm2d in kinds
-    assert torch.nn.SyncBatchNorm not in kinds
-    assert torch.nn.BatchNorm2d not in [type(module) for module in job.model.modules()]
-    assert len(job.optimizer.param_groups[0]["params"]) > 0
-    assert "over all processes" in job.notes[0]
 
 
 def test_a_plan_of_a_stored_run_does_not_mind_that_its_network_cannot_be_reversed():
@@ -326,6 +311,18 @@ def test_divergence_is_diagnosed_and_the_last_good_checkpoint_kept(tmp_path, cap
     assert not (tmp_path / "run" / "result.json").exists()
 
 
+def test_divergence_by_the_learning_rate_does_not_blame_h(tmp_path):
+    """Weights that exploded make the bound on h small; at the initial weights h was within it."""
+    with pytest.raises(Diverged) as broken:
+        train(tiny(lr=1e6, schedule="constant", weight_decay=0.0, smoothness=0.0), tmp_path / "run")
+    lines = broken.value.diagnosis.splitlines()
+    (cause,) = [line for line in lines if line.startswith("likely cause: ")]
+    assert cause.startswith("likely cause: the learning rate was 1e+06")
+    assert "try lr=0.1" in cause
+    assert "option h=" not in broken.value.diagnosis
+    assert lines[-1].startswith("h = 0.1 was within its bound")
+
+
 def test_divergence_by_h_names_h_and_its_bound(tmp_path, capsys):
     words = [word for word in FLAGS if "options" not in word]
     options = "blocks=[40,4],channels=[4,8],h=50"
@@ -351,6 +348,33 @@ def test_plain_output_has_no_colour_and_fits_80_columns(tmp_path, capsys):
     assert "MFLOP" in out
     paths = str(tmp_path)
     assert all(len(line) <= 80 for line in out.splitlines() if paths not in line)
+
+
+def test_a_dry_run_says_the_plan_and_writes_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = command("train", "--dry-run", *FLAGS, "--validation=0.1", "--out", "run", capsys=capsys)
+    assert code == 0
+    assert "258 to train, 29 to validate, 360 to test" in out
+    assert "10 classes, 1x8x8" in out
+    assert "for 12 steps" in out
+    assert all(len(line) <= 80 for line in out.splitlines())
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_report_is_rewritten_at_every_evaluation(tmp_path, monkeypatch):
+    pages = []
+    monkeypatch.setattr("revode_lab.training.report.Page.write", lambda page, path: pages.append((page.render(), path)))
+    train(tiny(max_steps=20, report=True), tmp_path / "run")  # evaluated after steps 8, 16 and 20
+    texts = [text for text, path in pages if path == tmp_path / "run" / "report.html"]
+    assert [re.findall(r"step (\d+) of 20", text) for text in texts] == [["8"], ["16"], []]
+    assert [text.count("<figure>") >= 5 for text in texts] == [True] * 3
+    assert ['http-equiv="refresh"' in text for text in texts] == [True, True, False]
+
+
+def test_a_page_that_fails_on_the_way_stops_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("revode_lab.training.report.write_course", lambda *_: 1 / 0)
+    assert train(tiny(max_steps=9, report=True), tmp_path / "run")["steps"] == 9
+    assert "no page yet: ZeroDivisionError" in capsys.readouterr().out
 
 
 def test_progress_is_shown_at_every_step_with_the_loss_of_the_last_log_line(tmp_path, monkeypatch, capsys):

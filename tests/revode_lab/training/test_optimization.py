@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import pytest
@@ -25,14 +24,6 @@ def test_step_schedule_drops_at_its_milestones():
     assert found[30] == pytest.approx(0.1)
     assert found[60] == pytest.approx(0.01)
     assert rates(schedule="step", milestones=(30, 60), milestone_unit="steps") == found
-
-
-def test_cosine_ends_at_zero_and_warmup_starts_there():
-    found = rates(schedule="cosine", warmup_steps=10)
-    assert found[:10] == pytest.approx([0.1 * (step + 1) for step in range(10)])
-    assert found[55] == pytest.approx(0.5)
-    assert 0 < found[-1] < 1e-3
-    assert all(later <= earlier for earlier, later in itertools.pairwise(found[10:]))
 
 
 def test_one_cycle_rises_to_its_peak_and_falls():

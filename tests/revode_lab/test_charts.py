@@ -1,0 +1,35 @@
+"""Axes say what they show: whole blocks, more than one number, no magnified noise."""
+
+from __future__ import annotations
+
+import re
+
+from revode_lab.charts import lines
+
+
+def labels(markup: str) -> list[float]:
+    """Return the numbers beside the axes of a figure."""
+    found = re.findall(r">\s*([-−]?[\d.]+(?:e-?\d+)?)\s*</text>", markup)
+    return [float(text.replace("−", "-")) for text in found]
+
+
+def test_an_axis_of_whole_numbers_has_no_ticks_between_them() -> None:
+    markup = lines({"unit 1": ([1, 2, 3, 4], [20.0, 30.0, 50.0, 90.0])}, "block", "error")
+    assert [number for number in labels(markup) if number < 5] == [1, 2, 3, 4]
+
+
+def test_a_logarithmic_axis_has_numbers_within_a_decade() -> None:
+    for values in ([12.0, 30.0, 130.0], [0.021, 0.05, 0.089], [2.05, 3.0, 8.3]):
+        shown = labels(lines({"gradient": ([1000, 1001, 1002], values)}, "block", "gradient", log_y=True))
+        assert sum(values[0] / 2 < number < values[-1] * 1.2 for number in shown) > 2
+
+
+def test_values_that_hardly_change_are_not_magnified() -> None:
+    markup = lines({"growth": ([100, 200, 300], [1.105, 1.135, 1.12])}, "step", "growth")
+    across = [number for number in labels(markup) if number < 10]
+    assert max(across) - min(across) > 0.1
+
+
+def test_both_axes_start_at_zero_on_request() -> None:
+    markup = lines({"store": ([340.0], [650.0]), "revode": ([55.0], [790.0])}, "MB", "ms", from_zero=True)
+    assert labels(markup).count(0.0) == 2
