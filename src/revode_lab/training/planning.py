@@ -95,7 +95,6 @@ def dry_run(config: Config) -> list[str]:
         f"  epochs       {plan['num_steps'] / job.steps_per_epoch:.3g} of {job.steps_per_epoch:,} steps, "
         + (f"scored every {every}" if every else "scored at the end"),
         *([f"  levels       {levels}"] if levels else []),
-        *job.notes,
         "nothing was trained or written; without --dry-run it starts",
     ]
 
