@@ -186,5 +186,5 @@ def test_cutout_blanks_one_square_an_image_at_another_place_in_every_epoch() -> 
 
 def test_an_unknown_way_to_flip_is_refused() -> None:
     info = describe("cifar10")
-    with pytest.raises(ValueError, match="'random' or 'alternating'"):
+    with pytest.raises(ValueError, match="'random', 'alternating' or 'none'"):
         augment(random_images(info, 2), torch.arange(2), info, seed=0, epoch=0, flips="never")
