@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from revode.engine import ReversibleSequence
 from revode.memory import SavedTensors
 from revode.networks.classifier import build
 from revode.networks.unet import UNet, UNetConfig
@@ -84,22 +84,20 @@ class PlannedUNet(UNet):
             raise ValueError(f"the first of the strides must be 1, got {first!r}: use stem_stride for a strided stem")
         if dropout_op not in (None, nn.Dropout):
             raise ValueError(f"dropout_op must be None or nn.Dropout, got {dropout_op!r}")
-        config = UNetConfig(
-            name="planned-unet",
-            ndim=ndim,
-            in_channels=input_channels,
-            num_classes=num_classes,
-            channels=_for_each(features_per_stage, n_stages),
-            blocks=_for_each(n_blocks_per_stage, n_stages),
-            up_blocks=_for_each(n_conv_per_stage_decoder, n_stages - 1),
-            kernels=kernel_sizes,
-            strides=between,
-            norm=_name_of_norm(norm_op, norm_op_kwargs or {}, ndim),
-            activation=_name_of_activation(nonlin, nonlin_kwargs or {}),
-            dropout=0.0 if dropout_op is None else dropout_op(**(dropout_op_kwargs or {})).p,
-            deep_supervision=True,
-        )
-        made = build(config.with_options(**options))
+        planned = {
+            "in_channels": input_channels,
+            "num_classes": num_classes,
+            "up_blocks": _for_each(n_conv_per_stage_decoder, n_stages - 1),
+            "kernels": kernel_sizes,
+            "strides": between,
+            "norm": _name_of(norm_op, norm_op_kwargs, {name: make_norm(name, 8, ndim) for name in NORMS}, "none", 8),
+            "activation": _name_of(nonlin, nonlin_kwargs, _NONLINEARITIES, "identity"),
+            "dropout": 0.0 if dropout_op is None else dropout_op(**(dropout_op_kwargs or {})).p,
+            "deep_supervision": True,
+        }
+        channels, num_blocks = _for_each(features_per_stage, n_stages), _for_each(n_blocks_per_stage, n_stages)
+        plain = UNetConfig(name="planned-unet", ndim=ndim, channels=channels, blocks=num_blocks)
+        made = build(plain.with_options(**planned | options))
         super().__init__(made.config, made.stem, list(made.stages), made.head)  # type: ignore[arg-type]
         self.deep_supervision = deep_supervision
 
@@ -130,43 +128,36 @@ class PlannedUNet(UNet):
             points, channels = math.prod(edges), config.stage_channels[unit]
             kept += 4 * channels * (1 if config.splits else 2) * points
             largest = max(
-                largest, round(_graph_bytes_per_point(sequence, channels // (2 if config.splits else 1)) * points)
+                largest, points * self._graph_bytes(sequence.fields[-1], channels // (2 if config.splits else 1))
             )
-        return (kept + largest) // BYTES_PER_ELEMENT
+        return round((kept + largest) / BYTES_PER_ELEMENT)
 
-
-def _graph_bytes_per_point(sequence: ReversibleSequence, channels: int) -> float:
-    """Bytes that autograd keeps of one branch, over the points of the image."""
-    parameter, field = next(sequence.parameters()), sequence.fields[-1]
-    edges = [max(4, edge) for edge in parameter.shape[2:]] if parameter.dim() > 2 else [4] * (parameter.dim() - 2)
-    x = torch.zeros(1, channels, *edges, dtype=parameter.dtype, device=parameter.device, requires_grad=True)
-    with SavedTensors(sequence.parameters()) as saved:
-        field(x)
-    return saved.num_bytes / math.prod(edges)
+    def _graph_bytes(self, field: nn.Module, channels: int) -> float:
+        """Bytes that autograd keeps of a branch for each point of an image."""
+        parameter, edges, found = next(field.parameters()), [8] * self.config.ndim, []
+        for batch in (1, 2):  # what does not grow with the batch is of the kernels
+            x = torch.zeros(batch, channels, *edges, dtype=parameter.dtype, device=parameter.device, requires_grad=True)
+            with SavedTensors(field.parameters()) as saved:
+                field(x)
+            found.append(saved.num_bytes)
+        return (found[1] - found[0]) / math.prod(edges)
 
 
 def _for_each(value: int | Sequence[int], count: int) -> tuple[int, ...]:
     return (value,) * count if isinstance(value, int) else tuple(value)
 
 
-def _name_of_norm(kind: type[nn.Module] | None, kwargs: dict[str, Any], ndim: int) -> str:
-    """The name of the norm that is the same as this one."""
+def _name_of(
+    kind: type[nn.Module] | None, kwargs: dict[str, Any] | None, ours: dict[str, nn.Module], absent: str, *args: Any
+) -> str:
+    """The name among `ours` of the module that is the same as this one, ``inplace`` or not."""
     if kind is None:
-        return "none"
-    asked = repr(kind(8, **kwargs))
-    for name in NORMS:
-        if repr(make_norm(name, 8, ndim)) == asked:
-            return name
-    known = ", ".join(repr(make_norm(name, 8, ndim)) for name in ("instance", "batch"))
-    raise ValueError(f"norm_op must be the same as one of {known} (for 8 channels), got {asked}")
-
-
-def _name_of_activation(kind: type[nn.Module] | None, kwargs: dict[str, Any]) -> str:
-    """The name of the activation that is the same as this one."""
-    if kind is None:
-        return "identity"
-    asked = repr(kind(**{name: value for name, value in kwargs.items() if name != "inplace"}))
-    for name, module in _NONLINEARITIES.items():
+        return absent
+    given = {name: value for name, value in (kwargs or {}).items() if name != "inplace"}
+    asked = f"{kind.__name__} with {given}"
+    with contextlib.suppress(TypeError):
+        asked = repr(kind(*args, **given))
+    for name, module in ours.items():
         if repr(module) == asked:
             return name
-    raise ValueError(f"nonlin must be one of {', '.join(map(repr, _NONLINEARITIES.values()))}, got {asked}")
+    raise ValueError(f"a plan may have {' or '.join(repr(module) for module in ours.values())}, got {asked}")
