@@ -181,7 +181,7 @@ def cube(centre: list[int], edge: int, shape: tuple[int, ...]) -> tuple[slice, .
 
 
 def train(net: torch.nn.Module, intensity: Tensor, labels: Tensor, args: argparse.Namespace) -> list[dict[str, float]]:
-    """Patches first, and the whole volume last if asked, for so many minutes of the processor; the rate falls along half a cosine."""
+    """Patches first, and the whole volume last if asked, for so many minutes of the processor; the rate falls as a cosine."""
     generator = torch.Generator().manual_seed(args.seed)
     optimizer = torch.optim.AdamW(net.parameters(), lr=args.lr, weight_decay=1e-4)
     inside = (labels > 0).nonzero()  # patches have their centre in the brain
@@ -209,7 +209,9 @@ def segment(net: torch.nn.Module, scan: Tensor, args: argparse.Namespace) -> Ten
     """The class of each point, by the mean scores of windows like those of training, since norms take means over them."""
     net.eval()
     scores = torch.zeros(len(CLASSES), *scan.shape[2:])
-    starts = [sorted({*range(0, max(1, n - args.patch), args.patch * 3 // 4), max(0, n - args.patch)}) for n in scan.shape[2:]]
+    starts = [
+        sorted({*range(0, max(1, n - args.patch), args.patch * 3 // 4), max(0, n - args.patch)}) for n in scan.shape[2:]
+    ]
     for corner in itertools.product(*starts):
         where = tuple(slice(start, start + args.patch) for start in corner)
         with torch.autocast("cpu", torch.bfloat16, enabled=not args.float32):
@@ -241,7 +243,7 @@ def draw_slices(scan: Tensor, labels: Tensor, found: Tensor, path: Path) -> None
 
 def draw_memory(args: argparse.Namespace, shape: tuple[int, ...], folder: Path) -> None:
     """What backward keeps under each strategy, over depth and over volume; predicted."""
-    depths, edges = (1, 2, 4, 8, 16, 32), (32, 64, 128, 192, 256)
+    depths, edges = (1, 2, 4) if args.smoke else (1, 2, 4, 8, 16, 32), (32, 64, 128, 192, 256)
     over_depth = [describe(make_network(args, blocks=blocks), image_size=shape) for blocks in depths]
     net = make_network(args)
     over_volume = [describe(net, image_size=edge) for edge in edges]
@@ -321,12 +323,16 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--patch", type=int, default=48, help="edge of the patches")
     parser.add_argument("--blocks", type=int, default=4, help="blocks in a unit")
     parser.add_argument("--channels", type=int, nargs="+", default=[16, 32, 64], help="channels at each resolution")
-    parser.add_argument("--scheme", help="the family of the blocks; this and the next three as unet-3d has them unless given")
+    parser.add_argument(
+        "--scheme", help="the family of the blocks; this and the next three as unet-3d has them unless given"
+    )
     parser.add_argument("--norm", help="none (biases), group, instance, batch, ...")
     parser.add_argument("--activation", help="relu, leaky_relu, gelu, silu, ...")
     parser.add_argument("--h", type=float, help="step size of the blocks, of schemes that take steps in time")
     parser.add_argument("--lr", type=float, default=5e-3)
-    parser.add_argument("--peer", action="store_true", help="train MONAI's DynUNet instead, of about as many parameters")
+    parser.add_argument(
+        "--peer", action="store_true", help="train MONAI's DynUNet instead, of about as many parameters"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--float32", action="store_true", help="not branches in bfloat16 and states on the exact grid")
     parser.add_argument("--threads", type=int, help="how many threads torch may use")
@@ -339,7 +345,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--smoke", action="store_true", help="a phantom and a small network, a few steps")
     args = parser.parse_args()
     if args.smoke:
-        small = {"minutes": 0.5, "steps": 40, "patch": 16, "blocks": 1, "channels": [8, 16], "whole_share": 0.0}
+        small = {"minutes": 0.5, "steps": 40, "patch": 16, "blocks": 1, "channels": [16, 32], "whole_share": 0.0}
         vars(args).update(small)
     return args
 

@@ -112,7 +112,8 @@ class PlannedUNet(UNet):
     def compute_conv_feature_map_size(self, input_size: Sequence[int]) -> int:
         """Return the memory of one image in a training step, in the unit of nnU-Net's planner: elements that it would store.
 
-        The bytes are those of the pairs that backward keeps, and of the largest graph of a branch.
+        The bytes are those of the pairs that backward keeps, of the largest graph of a branch, and of the largest pair twice:
+        as it is rebuilt, and its gradient.
 
         Args:
             input_size: the edges of the patch.

@@ -215,7 +215,7 @@ def test_damping_over_the_same_time_stays():
 
 
 def test_a_u_net_is_refined_on_its_way_down_and_up():
-    model = revode.create_model("unet-2d", blocks=(2, 2, 2), channels=(4, 16, 16), num_classes=2)
+    model = revode.create_model("unet-2d", scheme="leapfrog", blocks=(2, 2, 2), channels=(4, 16, 16), num_classes=2)
     deep = revode.refine(model, "unet-2d")
     assert deep.config.blocks == (4, 4, 4)
     assert deep.config.h == pytest.approx(model.config.h / 2)

@@ -30,14 +30,8 @@ DEEP_SHAPES = {1: [(21,), (21,)], 2: [(13, 18), (13, 9)], 3: [(5, 12, 17), (5, 6
 
 
 def small(ndim=3, **options):
-    options = {
-        "num_classes": 3,
-        "in_channels": 2,
-        "blocks": 2,
-        "norm": "instance",
-        "activation": "leaky_relu",
-    } | options
-    return revode.create_model(f"unet-{ndim}d", **ANISOTROPIC[ndim] | options)
+    usual = {"scheme": "hamiltonian", "norm": "instance", "num_classes": 3, "in_channels": 2, "blocks": 2}
+    return revode.create_model(f"unet-{ndim}d", **ANISOTROPIC[ndim] | usual | options)
 
 
 def signal(ndim=3, batch=1, dtype=torch.float32):
@@ -223,7 +217,8 @@ def test_a_copy_of_a_network_is_a_network():
         ({"dropout": 1.0}, r"dropout must lie in \[0, 1\), got 1.0"),
         ({"up_blocks": (1,)}, r"up_blocks must be a positive integer or 2 of them, got \(1,\)"),
         ({"strides": ((1, 2, 2), 2), "channels": (16, 30, 64)}, "behind the first of 8 and 16"),
-        ({"norm": "layer"}, "norm must be 'none' or 'batch' or 'instance' or 'group' or 'tv'"),
+        ({"norm": "layer"}, "norm must be 'batch' or 'instance' or 'group' or 'tv' for unet-3d, got 'layer'"),
+        ({"norm": "none"}, "got 'none'"),
     ],
 )
 def test_contradictions_are_refused_in_one_sentence(options, message):
