@@ -113,7 +113,7 @@ def page(rows: list[dict[str, Any]]) -> str:
     """The rows as a table, the best of each data set and rate first."""
     command = "`.venv/bin/python benchmarks/unet_defaults.py --rates 5e-3 1.5e-3 1.5e-2`"
     text = "# The trial behind the default of unet-3d\n\n"
-    text += "Loss over the last 50 steps, Dice on planes left out, seconds of the processor on a busy machine. Planes are scored\n"
+    text += "Loss over the last 50 steps, Dice on planes left out, seconds of the processor (busy). Planes are scored\n"
     text += f"in one piece, which costs networks with a norm some Dice. Command, stopped before its last rows: {command}\n\n"
     text += "| data | rate | scheme | norm | activation | h | loss | grey | white | other | seconds | parameters |\n"
     text += "|---|---:|---|---|---|---:|---:|---:|---:|---:|---:|---:|\n"

@@ -205,17 +205,25 @@ def train(net: torch.nn.Module, intensity: Tensor, labels: Tensor, args: argpars
 
 
 @torch.no_grad()
-def segment(net: torch.nn.Module, scan: Tensor, args: argparse.Namespace) -> Tensor:
-    """The class of each point, by the mean scores of windows like those of training, since norms take means over them."""
+def segment(net: torch.nn.Module, scan: Tensor, planes: Tensor, args: argparse.Namespace) -> Tensor:
+    """The class of each point of these planes, by the mean scores of windows like the patches of training.
+
+    Norms take their means over a window, and have seen none that lies outside the head: windows are those with a bright
+    centre, and what none of them covers is background.
+    """
     net.eval()
     scores = torch.zeros(len(CLASSES), *scan.shape[2:])
-    starts = [
-        sorted({*range(0, max(1, n - args.patch), args.patch * 3 // 4), max(0, n - args.patch)}) for n in scan.shape[2:]
-    ]
+    bright = F.avg_pool3d(scan, 9, 1, 4)[0, 0] > -1.5  # 4 t1 - 2, so that a dark point has -2
+    step = args.patch // 2
+    starts = [sorted({*range(0, max(1, n - args.patch), step), max(0, n - args.patch)}) for n in scan.shape[2:]]
     for corner in itertools.product(*starts):
         where = tuple(slice(start, start + args.patch) for start in corner)
-        with torch.autocast("cpu", torch.bfloat16, enabled=not args.float32):
-            scores[(slice(None), *where)] += F.softmax(net(scan[(..., *where)])[0].float(), 0)
+        if (
+            bright[tuple(min(start + step, n - 1) for start, n in zip(corner, bright.shape, strict=True))]
+            and planes[where[1]].any()
+        ):
+            with torch.autocast("cpu", torch.bfloat16, enabled=not args.float32):
+                scores[(slice(None), *where)] += F.softmax(net(scan[(..., *where)])[0].float(), 0)
     return scores.argmax(0)
 
 
@@ -367,7 +375,7 @@ def main() -> None:
     log = train(net, intensity, trained, args)
 
     scan = disturbed(intensity, torch.Generator().manual_seed(12345))
-    found = segment(net, scan, args)
+    found = segment(net, scan, test, args)
     table = by_intensity(scan, trained)
     scores = {"network": dice(found[:, test], labels[:, test]), "table": dice(table[:, test], labels[:, test])}
     print(f"\nDice on {int(test.sum())} held-out planes of {len(test)}" + "".join(f"{name:>12}" for name in CLASSES))
@@ -376,6 +384,8 @@ def main() -> None:
     settings = {name: str(value) for name, value in vars(args).items()}
     result = {"dice": scores, "steps": len(log), **size, "log": [*log[::20], log[-1]], "settings": settings}
     write_json(args.out / "result.json", result)
+    if args.peer:
+        torch.save(net.state_dict(), args.out / "peer.pt")
     draw_slices(scan, labels, found, args.out / "slices.png")
     if not args.peer:
         revode.save(net, args.out / "unet.safetensors")
