@@ -337,7 +337,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--norm", help="none (biases), group, instance, batch, ...")
     parser.add_argument("--activation", help="relu, leaky_relu, gelu, silu, ...")
     parser.add_argument("--h", type=float, help="step size of the blocks, of schemes that take steps in time")
-    parser.add_argument("--lr", type=float, default=5e-3)
+    parser.add_argument("--lr", type=float, default=1.5e-3)
     parser.add_argument(
         "--peer", action="store_true", help="train MONAI's DynUNet instead, of about as many parameters"
     )
@@ -353,7 +353,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--smoke", action="store_true", help="a phantom and a small network, a few steps")
     args = parser.parse_args()
     if args.smoke:
-        small = {"minutes": 0.5, "steps": 40, "patch": 16, "blocks": 1, "channels": [16, 32], "whole_share": 0.0}
+        small = {"minutes": 0.5, "steps": 40, "patch": 16, "blocks": 1, "channels": [8, 16], "whole_share": 0.0}
         vars(args).update(small)
     return args
 

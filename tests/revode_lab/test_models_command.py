@@ -85,7 +85,7 @@ def test_bill_of_volumes_fits_80_columns(edges, capsys):
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 80
     assert (
-        "7.55 TB" if edges.startswith("1600") else "unit 3         4 64x40x48x40    443,392   67.9    19.7 MB"
+        "2.52 TB" if edges.startswith("1600") else "unit 3         4 64x40x48x40    221,696   67.9    19.7 MB"
     ) in text
 
 

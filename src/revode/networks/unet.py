@@ -71,11 +71,11 @@ class UNetConfig(NetworkConfig):
     """
 
     family: str = "unet"
-    scheme: str = "revnet"
+    scheme: str = "hamiltonian"
     ndim: int = 3
     in_channels: int = 1
-    activation: str = "leaky_relu"
-    norm: str = "group"
+    norm: str = "none"
+    h: float | tuple[float, ...] | None = 0.3
     transition: str = "haar"
     kernels: Any = 3
     strides: Any = 2
@@ -226,7 +226,7 @@ class UNetConfig(NetworkConfig):
         return super().with_options(**options)
 
     def _resolve(self, options: dict[str, Any]) -> dict[str, Any]:
-        """One number of blocks is for every unit; another scheme has the step size, and biases for a norm, of its family."""
+        """One number of blocks is for every unit; another scheme has group norm, unless its family has biases."""
         options = super()._resolve({"channels": self.channels} | options)
         given = options.get("blocks", self.blocks)
         num_levels = len(options["channels"]) if isinstance(options["channels"], list | tuple) else 1
@@ -236,7 +236,7 @@ class UNetConfig(NetworkConfig):
         if row is not None and row is not self.row:
             if row.integrates != self.row.integrates:
                 options = {"h": 0.1 if row.integrates else None, "horizon": None} | options
-            options = {"norm": row.defaults.get("norm", type(self).norm)} | options
+            options = {"norm": row.defaults.get("norm", "group")} | options
         return options
 
 

@@ -185,8 +185,10 @@ def test_a_saved_unet_is_loaded(tmp_path):
 
 
 def test_options_follow_the_scheme_and_the_channels():
-    config = model_config("unet-3d", blocks=3)
-    assert (config.scheme, config.norm, config.h, config.blocks) == ("revnet", "group", None, (3, 3, 3))
+    config = model_config("unet-3d")
+    assert (config.scheme, config.norm, config.h) == ("hamiltonian", "none", 0.3)
+    config = model_config("unet-3d", scheme="revnet", blocks=3)
+    assert (config.norm, config.h, config.blocks) == ("group", None, (3, 3, 3))
     assert config.with_options(scheme="leapfrog").h == 0.1
     assert config.with_options(scheme="hamiltonian").norm == "none"
     assert config.with_options(scheme="hamiltonian").with_options(scheme="midpoint").norm == "group"
@@ -202,7 +204,7 @@ def test_options_follow_the_scheme_and_the_channels():
     ("options", "message"),
     [
         ({"scheme": "resnet"}, "scheme must be 'hamiltonian' or"),
-        ({"h": 0.1}, "take no steps in time: leave out h"),
+        ({"scheme": "revnet", "h": 0.1}, "take no steps in time: leave out h"),
         ({"scheme": "revnet", "init": "smooth"}, "take no steps in time"),
         (
             {"scheme": "leapfrog", "horizon": 1.0, "blocks": (2, 3, 4)},
