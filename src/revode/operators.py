@@ -229,7 +229,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class DroppedActivation(nn.Dropout):
     """σ, and dropout of what comes out.
 
-    >>> field = SymmetricField(8, activation=DroppedActivation("relu", 0.1))
+    >>> DroppedActivation("relu", 0.5).eval()(torch.tensor([-1.0, 2.0]))
+    tensor([0., 2.])
 
     Args:
         activation: σ, by name or as a callable.
