@@ -6,10 +6,11 @@ READY := $(VENV)/.ready
 
 .PHONY: demo test test-slow lint format docs bench bench-docs clean
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt tests/no-deps.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/pip install --quiet --no-deps --requirement tests/no-deps.txt
 	$(BIN)/python -c "import torch; assert torch.cuda.is_available() or torch.version.cuda is None, 'a CUDA build of torch was installed on a machine without a GPU'"
 	touch $(READY)
 

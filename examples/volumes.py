@@ -1,6 +1,7 @@
 """Segment a brain in one piece: a reversible U-Net on a whole volume of 197x233x189 points.
 
     python examples/volumes.py --minutes 27 --threads 1  # train; Dice of each class, pictures and figures in runs/volumes
+    python examples/volumes.py --minutes 27 --threads 1 --peer  # MONAI's DynUNet in the place of our network, for as long
     python examples/volumes.py --step reversible         # one training step on the whole volume: time and peak memory
     python examples/volumes.py --step store --limit 16   # the same, stored, in a process that may have 16 GB
     python examples/volumes.py --compare 64              # reversible and stored steps on a cube, in turn
@@ -11,7 +12,7 @@ of the package nilearn. Classes are background, grey, white and other. The templ
 right test: two coronal slabs over both hemispheres, a quarter of the volume, are held out. No label in them, or within a
 margin of 8 points of them, is trained on. (The network sees farther than the margin, but only intensities.) Inputs get
 a smooth bias field of ±20 % and noise of 9 %, drawn anew at every step and fixed for the test: without them a table of
-intensities would do.
+intensities would do. `--peer` needs the package monai (`pip install --no-deps monai`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import argparse
 import functools
 import gzip
 import hashlib
+import itertools
 import json
 import math
 import resource
@@ -39,6 +41,7 @@ from torch import Tensor
 
 import revode
 from revode.files import write_atomically
+from revode.memory import SavedTensors
 from revode.networks import StagedClassifier, describe
 from revode_lab.charts import lines, standalone
 from revode_lab.data import data_root
@@ -58,6 +61,7 @@ SLABS = ((50, 79), (130, 159))
 """Coronal planes that are held out, of 233."""
 MARGIN = 8
 IGNORED = -100
+PEER_CHANNELS = (24, 48, 96)
 
 
 # ── the data ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -142,15 +146,27 @@ def by_intensity(scan: Tensor, trained: Tensor) -> Tensor:
 
 def make_network(args: argparse.Namespace, **options: Any) -> StagedClassifier:
     torch.manual_seed(args.seed)
-    options = {
-        "channels": tuple(args.channels),
-        "blocks": args.blocks,
-        "norm": args.norm,
-        "h": args.h,
-        "compile": args.compile,
-    } | options
+    given = {name: getattr(args, name) for name in ("scheme", "norm", "activation", "h") if getattr(args, name)}
+    options = {"channels": tuple(args.channels), "blocks": args.blocks, "compile": args.compile} | given | options
     net = revode.create_model("unet-3d", num_classes=len(CLASSES), exact=not args.float32, **options)
     return net.to(memory_format=torch.channels_last_3d)  # the layout in which 3-d convolutions are fastest
+
+
+def make_peer(args: argparse.Namespace) -> torch.nn.Module:
+    """MONAI's U-Net in the form of nnU-Net, with about as many parameters as ours has by default."""
+    from monai.networks.nets import DynUNet
+
+    torch.manual_seed(args.seed)
+    net = DynUNet(3, 1, len(CLASSES), [3, 3, 3], [1, 2, 2], [2, 2], filters=PEER_CHANNELS, res_block=True)
+    return net.to(memory_format=torch.channels_last_3d)
+
+
+def bytes_kept(net: torch.nn.Module, args: argparse.Namespace) -> int:
+    """Bytes that backward keeps of a step on one patch, copies of weights in bfloat16 included."""
+    scan, labels = torch.zeros(1, 1, *[args.patch] * 3), torch.zeros(1, *[args.patch] * 3, dtype=torch.long)
+    with SavedTensors(net.parameters()) as saved:
+        loss_of(net, scan, labels, args.float32)
+    return saved.num_bytes
 
 
 def loss_of(net: torch.nn.Module, scan: Tensor, labels: Tensor, float32: bool) -> Tensor:
@@ -166,11 +182,11 @@ def cube(centre: list[int], edge: int, shape: tuple[int, ...]) -> tuple[slice, .
 
 
 def train(net: torch.nn.Module, intensity: Tensor, labels: Tensor, args: argparse.Namespace) -> list[dict[str, float]]:
-    """Patches first, and the whole volume last if asked, for so many minutes; the rate falls to zero along half a cosine."""
+    """Patches first, and the whole volume last if asked, for so many minutes of the processor; the rate falls as a cosine."""
     generator = torch.Generator().manual_seed(args.seed)
     optimizer = torch.optim.AdamW(net.parameters(), lr=args.lr, weight_decay=1e-4)
     inside = (labels > 0).nonzero()  # patches have their centre in the brain
-    start, spent, log = time.monotonic(), 0.0, []
+    start, spent, log = time.process_time(), 0.0, []
     while spent < 1 and len(log) < args.steps:
         whole = spent > 1 - args.whole_share
         optimizer.param_groups[0]["lr"] = args.lr * 0.5 * (1 + math.cos(math.pi * spent))
@@ -182,11 +198,34 @@ def train(net: torch.nn.Module, intensity: Tensor, labels: Tensor, args: argpars
         loss.backward()
         torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimizer.step()
-        spent = (time.monotonic() - start) / (60 * args.minutes)
-        log.append({"seconds": time.monotonic() - start, "loss": loss.item(), "whole": float(whole)})
+        spent = (time.process_time() - start) / (60 * args.minutes)
+        log.append({"seconds": time.process_time() - start, "loss": loss.item(), "whole": float(whole)})
         if len(log) % 20 == 1 or whole:
             print(f"step {len(log):5d}  {log[-1]['seconds']:6.0f} s  loss {log[-1]['loss']:.4f}", flush=True)
     return log
+
+
+@torch.no_grad()
+def segment(net: torch.nn.Module, scan: Tensor, planes: Tensor, args: argparse.Namespace) -> Tensor:
+    """The class of each point of these planes, by the mean scores of windows like the patches of training.
+
+    Norms take their means over a window, and have seen none that lies outside the head: windows are those with a bright
+    centre, and what none of them covers is background.
+    """
+    net.eval()
+    scores = torch.zeros(len(CLASSES), *scan.shape[2:])
+    bright = F.avg_pool3d(scan, 9, 1, 4)[0, 0] > -1.5  # 4 t1 - 2, so that a dark point has -2
+    step = args.patch // 2
+    starts = [sorted({*range(0, max(1, n - args.patch), step), max(0, n - args.patch)}) for n in scan.shape[2:]]
+    for corner in itertools.product(*starts):
+        where = tuple(slice(start, start + args.patch) for start in corner)
+        if (
+            bright[tuple(min(start + step, n - 1) for start, n in zip(corner, bright.shape, strict=True))]
+            and planes[where[1]].any()
+        ):
+            with torch.autocast("cpu", torch.bfloat16, enabled=not args.float32):
+                scores[(slice(None), *where)] += F.softmax(net(scan[(..., *where)])[0].float(), 0)
+    return scores.argmax(0)
 
 
 # ── pictures ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -213,7 +252,7 @@ def draw_slices(scan: Tensor, labels: Tensor, found: Tensor, path: Path) -> None
 
 def draw_memory(args: argparse.Namespace, shape: tuple[int, ...], folder: Path) -> None:
     """What backward keeps under each strategy, over depth and over volume; predicted."""
-    depths, edges = (1, 2, 4, 8, 16, 32), (32, 64, 128, 192, 256)
+    depths, edges = (1, 2, 4) if args.smoke else (1, 2, 4, 8, 16, 32), (32, 64, 128, 192, 256)
     over_depth = [describe(make_network(args, blocks=blocks), image_size=shape) for blocks in depths]
     net = make_network(args)
     over_volume = [describe(net, image_size=edge) for edge in edges]
@@ -284,7 +323,7 @@ def compare(args: argparse.Namespace) -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=60, help="how long to train")
+    parser.add_argument("--minutes", type=float, default=60, help="how long to train, in minutes of the processor")
     parser.add_argument("--steps", type=int, default=10**9, help="stop after so many steps, if that is sooner")
     parser.add_argument(
         "--whole-share", type=float, default=0.0, help="share of the time for the whole volume, at the end"
@@ -292,9 +331,16 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--patch", type=int, default=48, help="edge of the patches")
     parser.add_argument("--blocks", type=int, default=4, help="blocks in a unit")
     parser.add_argument("--channels", type=int, nargs="+", default=[16, 32, 64], help="channels at each resolution")
-    parser.add_argument("--norm", default="none", help="none (biases) or batch")
-    parser.add_argument("--h", type=float, default=0.3, help="step size of the blocks")
+    parser.add_argument(
+        "--scheme", help="the family of the blocks; this and the next three as unet-3d has them unless given"
+    )
+    parser.add_argument("--norm", help="none (biases), group, instance, batch, ...")
+    parser.add_argument("--activation", help="relu, leaky_relu, gelu, silu, ...")
+    parser.add_argument("--h", type=float, help="step size of the blocks, of schemes that take steps in time")
     parser.add_argument("--lr", type=float, default=1.5e-3)
+    parser.add_argument(
+        "--peer", action="store_true", help="train MONAI's DynUNet instead, of about as many parameters"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--float32", action="store_true", help="not branches in bfloat16 and states on the exact grid")
     parser.add_argument("--threads", type=int, help="how many threads torch may use")
@@ -324,22 +370,26 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     margin, test = (3 * MARGIN if args.smoke else MARGIN), coronal(labels.shape[1])
     trained = torch.where(coronal(labels.shape[1], margin)[:, None], IGNORED, labels)
-    net = make_network(args)
+    net = make_peer(args) if args.peer else make_network(args)
+    size = {"parameters": sum(p.numel() for p in net.parameters()), "bytes_kept": bytes_kept(net, args)}
     log = train(net, intensity, trained, args)
 
     scan = disturbed(intensity, torch.Generator().manual_seed(12345))
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=not args.float32):
-        found = net.eval()(scan).argmax(1)[0]
+    found = segment(net, scan, test, args)
     table = by_intensity(scan, trained)
     scores = {"network": dice(found[:, test], labels[:, test]), "table": dice(table[:, test], labels[:, test])}
     print(f"\nDice on {int(test.sum())} held-out planes of {len(test)}" + "".join(f"{name:>12}" for name in CLASSES))
     for name, row in scores.items():
         print(f"{name:<34}" + "".join(f"{value:12.3f}" for value in row.values()))
     settings = {name: str(value) for name, value in vars(args).items()}
-    write_json(args.out / "result.json", {"dice": scores, "steps": len(log), "log": log, "settings": settings})
-    revode.save(net, args.out / "unet.safetensors")
+    result = {"dice": scores, "steps": len(log), **size, "log": [*log[::20], log[-1]], "settings": settings}
+    write_json(args.out / "result.json", result)
+    if args.peer:
+        torch.save(net.state_dict(), args.out / "peer.pt")
     draw_slices(scan, labels, found, args.out / "slices.png")
-    draw_memory(args, tuple(labels.shape), args.out)
+    if not args.peer:
+        revode.save(net, args.out / "unet.safetensors")
+        draw_memory(args, tuple(labels.shape), args.out)
     print(f"written to {args.out}: {json.dumps(sorted(path.name for path in args.out.iterdir()))}")
 
 

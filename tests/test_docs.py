@@ -214,6 +214,8 @@ def test_what_a_script_imports_is_there(path: Path) -> None:
     """Nobody runs all examples and scripts every day, so that a moved module would be noticed late."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            if node.module.partition(".")[0] in ("monai", "nnunetv2"):
+                pytest.importorskip(node.module, reason=f"{node.module} is absent (pip install --no-deps)")
             module = importlib.import_module(node.module)
             for alias in node.names:
                 assert hasattr(module, alias.name) or importlib.import_module(f"{node.module}.{alias.name}")

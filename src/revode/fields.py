@@ -6,8 +6,9 @@
 | ``AntisymmetricField`` | σ(N((K - K') y)) | the MidPoint network |
 | ``OneLayerField`` | σ(K y + b), or σ(K' y + b) | Haber & Ruthotto's one-layer Hamiltonian (eq. 8) |
 
-N is a bias (``norm="none"``, the paper's), batch normalisation (``"batch"``) or the batch-independent ``"tv"``. Signs and
-step sizes belong to the scheme. Any other ``nn.Module`` that keeps its input's shape serves as a branch just as well.
+N is a bias (``norm="none"``, the paper's), or a norm: ``"batch"``, ``"instance"``, ``"group"`` (4 groups) or the
+batch-independent ``"tv"``. Signs and step sizes belong to the scheme. Any other ``nn.Module`` that keeps its input's shape
+serves as a branch just as well.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from revode.operators import (
     Bias,
     Conv,
     Dense,
+    Edges,
     LinearOperator,
     adjoint_kernel,
     make_activation,
@@ -58,9 +60,9 @@ class SymmetricField(KnownField):
         channels: channels of y.
         hidden_channels: channels of Ky; ``channels`` unless given.
         activation: σ, by name or as a callable.
-        norm: ``"none"``, ``"batch"`` or ``"tv"``: the map N between K and σ.
+        norm: a name of `NORMS`: the map N between K and σ.
         leading: whether a map M of the same kind stands before K.
-        kernel_size: odd edge length of the kernel.
+        kernel_size: odd edge length of the kernel, or one for each dimension.
         ndim: spatial dimensions, 1 to 3; 0 for vectors in the last dimension.
     """
 
@@ -74,7 +76,7 @@ class SymmetricField(KnownField):
         activation: Activation = "relu",
         norm: str = "none",
         leading: bool = False,
-        kernel_size: int = 3,
+        kernel_size: Edges = 3,
         ndim: int = 2,
     ) -> None:
         super().__init__()
@@ -131,8 +133,8 @@ class AntisymmetricField(KnownField):
     Args:
         channels: channels of y.
         activation: σ, by name or as a callable.
-        norm: ``"none"``, ``"batch"`` or ``"tv"``: the map N between K - K' and σ.
-        kernel_size: odd edge length of the kernel.
+        norm: a name of `NORMS`: the map N between K - K' and σ.
+        kernel_size: odd edge length of the kernel, or one for each dimension.
         ndim: spatial dimensions, 1 to 3; 0 for vectors in the last dimension.
     """
 
@@ -142,7 +144,7 @@ class AntisymmetricField(KnownField):
         *,
         activation: Activation = "relu",
         norm: str = "none",
-        kernel_size: int = 3,
+        kernel_size: Edges = 3,
         ndim: int = 2,
     ) -> None:
         super().__init__()
@@ -188,7 +190,7 @@ class OneLayerField(nn.Module):
     Args:
         channels: channels of y.
         activation: σ, by name or as a callable.
-        kernel_size: odd edge length of the kernel.
+        kernel_size: odd edge length of the kernel, or one for each dimension.
         ndim: spatial dimensions, 1 to 3; 0 for vectors in the last dimension.
         transposed: whether K' stands in place of K.
     """
@@ -198,7 +200,7 @@ class OneLayerField(nn.Module):
         channels: int,
         *,
         activation: Activation = "relu",
-        kernel_size: int = 3,
+        kernel_size: Edges = 3,
         ndim: int = 2,
         transposed: bool = False,
     ) -> None:
@@ -210,7 +212,7 @@ class OneLayerField(nn.Module):
 
     @classmethod
     def pair(
-        cls, channels: int, *, activation: Activation = "relu", kernel_size: int = 3, ndim: int = 2
+        cls, channels: int, *, activation: Activation = "relu", kernel_size: Edges = 3, ndim: int = 2
     ) -> tuple[OneLayerField, OneLayerField]:
         """The fields σ(K z + b) and σ(K' y + b) of one block, with the same K and b."""
         first = cls(channels, activation=activation, kernel_size=kernel_size, ndim=ndim)

@@ -7,16 +7,56 @@ and zero ("same") padding, so that K and K' map between tensors of one spatial s
 from __future__ import annotations
 
 import abc
+import functools
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+Edges = int | Sequence[int]
+"""One number for all dimensions, or one for each."""
+
 CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _CONV_TRANSPOSE = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
+
+
+def needs_float32(x: Tensor, kernel: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether torch's 3-d convolution of x in `dtype` may write wild gradients, and has to run in float32.
+
+    On CPUs with bfloat16 instructions torch 2.13 gets the weight's gradient wrong, and writes past its end, where an axis of
+    the image is shorter than the kernel.
+    """
+    return (
+        kernel.dim() == 5
+        and dtype == torch.bfloat16
+        and x.device.type == "cpu"
+        and any(edge < size for edge, size in zip(x.shape[2:], kernel.shape[2:], strict=True))
+    )
+
+
+def convolve(
+    function: Callable[..., Tensor], x: Tensor, kernel: Tensor, bias: Tensor | None, padding: Sequence[int]
+) -> Tensor:
+    """Return the (transposed) convolution; in float32, on numbers rounded to bfloat16, where `needs_float32` says so."""
+    if kernel.dim() == 5:  # the others need not ask for autocast
+        autocast = torch.is_autocast_enabled(x.device.type)
+        dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
+        if needs_float32(x, kernel, dtype):
+            with torch.autocast(x.device.type, enabled=False):
+                wide = [None if tensor is None else tensor.to(dtype).float() for tensor in (x, kernel, bias)]
+                return function(*wide, padding=padding).to(dtype)
+    return function(x, kernel, bias, padding=padding)
+
+
+class Conv3d(nn.Conv3d):
+    """torch's convolution, by way of `convolve`."""
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        strided = functools.partial(F.conv3d, stride=self.stride, dilation=self.dilation, groups=self.groups)
+        return convolve(strided, input, weight, bias, self.padding)  # type: ignore[arg-type]
 
 
 def adjoint_kernel(weight: Tensor) -> Tensor:
@@ -70,23 +110,29 @@ class Conv(LinearOperator):
     Args:
         in_channels: channels of x.
         out_channels: channels of Kx; ``in_channels`` unless given.
-        kernel_size: odd edge length of the kernel.
+        kernel_size: odd edge length of the kernel, or one for each dimension.
         ndim: number of spatial dimensions.
     """
 
     channel_dim = 1
 
-    def __init__(self, in_channels: int, out_channels: int | None = None, kernel_size: int = 3, ndim: int = 2) -> None:
+    def __init__(
+        self, in_channels: int, out_channels: int | None = None, kernel_size: Edges = 3, ndim: int = 2
+    ) -> None:
         super().__init__()
         if ndim not in CONVOLUTIONS:
             raise ValueError(f"ndim must be 1, 2 or 3, got {ndim!r}")
-        if not isinstance(kernel_size, int) or kernel_size % 2 != 1 or kernel_size < 1:
-            raise ValueError(f"kernel_size must be odd, so that the adjoint has the same padding, got {kernel_size!r}")
+        edges: Any = tuple(kernel_size) if isinstance(kernel_size, list | tuple) else (kernel_size,) * ndim
+        if len(edges) != ndim or not all(isinstance(edge, int) and edge % 2 == 1 and edge > 0 for edge in edges):
+            raise ValueError(
+                f"kernel_size must be odd, so that the adjoint has the same padding, one number or {ndim} of them, "
+                f"got {kernel_size!r}"
+            )
         self.in_channels = _require_positive("in_channels", in_channels)
         self.out_channels = _require_positive("out_channels", in_channels if out_channels is None else out_channels)
         self.ndim = ndim
-        self.padding = kernel_size // 2
-        self.weight = nn.Parameter(torch.empty(self.out_channels, self.in_channels, *[kernel_size] * ndim))
+        self.padding = tuple(edge // 2 for edge in edges)
+        self.weight = nn.Parameter(torch.empty(self.out_channels, self.in_channels, *edges))
         self.reset_parameters()
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -102,22 +148,23 @@ class Conv(LinearOperator):
     def convolve(self, x: Tensor, kernel: Tensor, bias: Tensor | None = None) -> Tensor:
         """``forward`` with ``kernel()`` in hand, perhaps in another precision."""
         _require_size(type(self).__name__, x, 1, self.in_channels)
-        return CONVOLUTIONS[self.ndim](x, kernel, bias, padding=self.padding)
+        return convolve(CONVOLUTIONS[self.ndim], x, kernel, bias, self.padding)
 
     def convolve_adjoint(self, y: Tensor, kernel: Tensor) -> Tensor:
         """``adjoint`` with ``kernel()`` in hand."""
         _require_size(f"{type(self).__name__}.adjoint", y, 1, self.out_channels)
-        return _CONV_TRANSPOSE[self.ndim](y, kernel, padding=self.padding)
+        return convolve(_CONV_TRANSPOSE[self.ndim], y, kernel, None, self.padding)
 
     def extra_repr(self) -> str:
-        size = self.weight.shape[-1]
+        edges = tuple(self.weight.shape[2:])
+        size = edges[0] if len(set(edges)) == 1 else edges
         return f"{self.in_channels}, {self.out_channels}, kernel_size={size}, ndim={self.ndim}"
 
 
 class AntisymmetricConv(Conv):
     """The convolution A = K - K', as one convolution with the kernel W - adjoint_kernel(W); its adjoint is -A."""
 
-    def __init__(self, channels: int, kernel_size: int = 3, ndim: int = 2) -> None:
+    def __init__(self, channels: int, kernel_size: Edges = 3, ndim: int = 2) -> None:
         super().__init__(channels, channels, kernel_size, ndim)
 
     def kernel(self) -> Tensor:
@@ -169,6 +216,7 @@ Activation = str | Callable[[Tensor], Tensor]
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": torch.relu,
+    "leaky_relu": nn.functional.leaky_relu,
     "tanh": torch.tanh,
     "sigmoid": torch.sigmoid,
     "softplus": nn.functional.softplus,
@@ -176,6 +224,25 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": nn.functional.silu,
     "identity": nn.Identity(),
 }
+
+
+class DroppedActivation(nn.Dropout):
+    """σ, and dropout of what comes out.
+
+    >>> DroppedActivation("relu", 0.5).eval()(torch.tensor([-1.0, 2.0]))
+    tensor([0., 2.])
+
+    Args:
+        activation: σ, by name or as a callable.
+        p: the share that is dropped in training.
+    """
+
+    def __init__(self, activation: Activation, p: float) -> None:
+        super().__init__(p)
+        self.activation = make_activation(activation)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(self.activation(input))
 
 
 class Bias(nn.Module):
@@ -218,6 +285,13 @@ def along_channels(vector: Tensor, y: Tensor, channel_dim: int) -> Tensor:
 
 
 _BATCH_NORM = {0: nn.BatchNorm1d, 1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
+_INSTANCE_NORM = {1: nn.InstanceNorm1d, 2: nn.InstanceNorm2d, 3: nn.InstanceNorm3d}
+
+
+def _instance_norm(channels: int, ndim: int) -> nn.Module:
+    if ndim not in _INSTANCE_NORM:
+        raise ValueError("norm='instance' takes means over the points of an image, and vectors have none: use 'group'")
+    return _INSTANCE_NORM[ndim](channels, affine=True)
 
 
 class NormKind(NamedTuple):
@@ -230,6 +304,8 @@ class NormKind(NamedTuple):
 NORMS = {
     "none": NormKind("biases", lambda channels, ndim: Bias(channels, 1 if ndim else -1)),
     "batch": NormKind("batch norm", lambda channels, ndim: _BATCH_NORM[ndim](channels)),
+    "instance": NormKind("instance norm", _instance_norm),
+    "group": NormKind("group norm", lambda channels, ndim: nn.GroupNorm(math.gcd(channels, 4), channels)),
     "tv": NormKind("batch-independent norm", lambda channels, ndim: TVNorm(channels, 1 if ndim else -1)),
 }
 """The maps N between K and σ by name."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from revode.operators import ACTIVATIONS, AntisymmetricConv, Bias, Conv
+from revode.operators import ACTIVATIONS, AntisymmetricConv, Bias, Conv, needs_float32
 
 
 def _relu_slope(g: Tensor, output: Tensor) -> Tensor:
@@ -26,6 +26,9 @@ def _relu_slope(g: Tensor, output: Tensor) -> Tensor:
 
 SLOPES: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
     torch.relu: _relu_slope,
+    ACTIVATIONS["leaky_relu"]: lambda g, output: torch.ops.aten.leaky_relu_backward.grad_input(
+        g, output, 0.01, True, grad_input=g
+    ),
     torch.tanh: lambda g, output: torch.ops.aten.tanh_backward.grad_input(g, output, grad_input=g),
     torch.sigmoid: lambda g, output: torch.ops.aten.sigmoid_backward.grad_input(g, output, grad_input=g),
     ACTIVATIONS["identity"]: lambda g, output: g,
@@ -35,6 +38,7 @@ SLOPES: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
 
 IN_PLACE: dict[Any, Callable[[Tensor], Tensor]] = {
     torch.relu: torch.relu_,
+    ACTIVATIONS["leaky_relu"]: functools.partial(nn.functional.leaky_relu, inplace=True),
     torch.tanh: torch.tanh_,
     torch.sigmoid: torch.sigmoid_,
     ACTIVATIONS["identity"]: ACTIVATIONS["identity"],
@@ -175,14 +179,18 @@ def _is_altered(module: nn.Module) -> bool:
 
 
 def convolution_vjp(
-    g: Tensor, x: Tensor, weight: Tensor, padding: int, *, transposed: bool = False, bias: bool = False
+    g: Tensor, x: Tensor, weight: Tensor, padding: tuple[int, ...], *, transposed: bool = False, bias: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The products of g with the Jacobians of a convolution by x, by its weight and (if asked) by its bias."""
-    ndim = x.dim() - 2
+    ndim, dtype = x.dim() - 2, x.dtype
     sizes = [weight.shape[0]] if bias else None
-    return torch.ops.aten.convolution_backward(
-        g, x, weight, sizes, [1] * ndim, [padding] * ndim, [1] * ndim, transposed, [0] * ndim, 1, [True, True, bias]
+    if wide := needs_float32(x, weight, dtype):
+        g, x, weight = g.float(), x.float(), weight.float()
+    found = torch.ops.aten.convolution_backward(
+        g, x, weight, sizes, [1] * ndim, padding, [1] * ndim, transposed, [0] * ndim, 1, [True, True, bias]
     )
+    gx, g_weight, g_bias = found
+    return (gx.to(dtype), g_weight.to(dtype), g_bias.to(dtype) if bias else g_bias) if wide else found
 
 
 def normalized(norm: nn.Module, x: Tensor) -> tuple[Tensor, Statistics]:

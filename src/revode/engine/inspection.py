@@ -26,7 +26,16 @@ from torch.nn.parameter import UninitializedParameter
 from revode.engine.randomness import Stream, held_by, held_streams, is_generator
 from revode.engine.tracing import compilation_is_possible, holds_compiled
 from revode.fields import AntisymmetricField, OneLayerField, SymmetricField
-from revode.operators import AntisymmetricConv, AntisymmetricDense, Bias, Conv, Dense, TVNorm
+from revode.operators import (
+    AntisymmetricConv,
+    AntisymmetricDense,
+    Bias,
+    Conv,
+    Conv3d,
+    Dense,
+    DroppedActivation,
+    TVNorm,
+)
 
 evaluating = threading.RLock()
 """Held while a branch is evaluated: in a recomputation it is lent other buffers, modes or parameters, which no other thread may
@@ -44,7 +53,7 @@ KNOWN: set[type] = {
     *_OF_TORCH,
     NonDynamicallyQuantizableLinear,  # in nn.MultiheadAttention
     *(SymmetricField, AntisymmetricField, OneLayerField),
-    *(Conv, AntisymmetricConv, Dense, AntisymmetricDense, Bias, TVNorm),
+    *(Conv, AntisymmetricConv, Conv3d, Dense, AntisymmetricDense, Bias, TVNorm, DroppedActivation),
 }
 """Classes whose calls draw only from torch's RNG, and only as `_draws` says. A subclass is not known by its base."""
 _NUM_OF_TORCH = len(vars(nn.Module()))
@@ -79,7 +88,9 @@ def _is_known(module: nn.Module) -> bool:
     if kind not in KNOWN or "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
         return False
     activation = getattr(module, "activation", None)  # of a transformer layer or of our fields: any callable
-    return activation is None or getattr(activation, "__module__", "").startswith("torch")
+    if activation is None or isinstance(activation, nn.Module):  # one of its modules, which is judged by itself
+        return True
+    return getattr(activation, "__module__", "").startswith("torch")
 
 
 def _draws(module: nn.Module) -> bool:

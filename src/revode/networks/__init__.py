@@ -32,6 +32,7 @@ from revode.networks.families import register_family as register_family
 from revode.networks.files import load as load
 from revode.networks.files import load_pretrained as load_pretrained
 from revode.networks.files import save as save
+from revode.networks.planned import PlannedUNet as PlannedUNet
 from revode.networks.refinement import Resampling as Resampling
 from revode.networks.refinement import coarsen as coarsen
 from revode.networks.refinement import config_at_depth as config_at_depth

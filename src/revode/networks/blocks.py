@@ -9,6 +9,7 @@ all that is kept.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,21 +18,25 @@ from torch import Tensor, nn
 
 from revode.engine.grid import Grid
 from revode.fields import make_activation, make_norm
-from revode.operators import CONVOLUTIONS
+from revode.operators import CONVOLUTIONS, Activation, Conv3d, Edges
 from revode.schemes import State
 
 Features = Tensor | tuple[Tensor, ...]
 """What passes from part to part: a tensor; or a pair, behind which a U-Net carries what it has set aside."""
 
-_CONVOLUTIONS: dict[int, Any] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+_CONVOLUTIONS: dict[int, Any] = {1: nn.Conv1d, 2: nn.Conv2d, 3: Conv3d}
 _POOLS: dict[int, Any] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 
 
-def convolution(in_channels: int, out_channels: int, kernel_size: int = 3, stride: int = 1, ndim: int = 2) -> nn.Module:
+def convolution(
+    in_channels: int, out_channels: int, kernel_size: Edges = 3, stride: int = 1, ndim: int = 2
+) -> nn.Module:
     """A convolution without bias, drawn normal with std sqrt(2 / (kernel volume * out_channels)) as the authors did."""
-    conv = _CONVOLUTIONS[ndim](in_channels, out_channels, kernel_size, stride, kernel_size // 2, bias=False)
+    edges = (kernel_size,) * ndim if isinstance(kernel_size, int) else tuple(kernel_size)
+    padding = tuple(edge // 2 for edge in edges)
+    conv = _CONVOLUTIONS[ndim](in_channels, out_channels, edges, stride, padding, bias=False)
     if not conv.weight.is_meta:  # where only shapes are wanted, drawing nothing takes most of the time
-        nn.init.normal_(conv.weight, std=math.sqrt(2.0 / (kernel_size**ndim * out_channels)))
+        nn.init.normal_(conv.weight, std=math.sqrt(2.0 / (math.prod(edges) * out_channels)))
     return conv
 
 
@@ -52,35 +57,41 @@ def pad_channels(x: Tensor, channels: int) -> Tensor:
     return F.pad(x, (0, 0) * (x.dim() - 2) + (missing // 2, missing - missing // 2)) if missing else x
 
 
-def squeeze(x: Tensor) -> Tensor:
-    """Space to depth: two neighbours in each dimension become channels."""
-    if x.dim() == 4:
-        return F.pixel_unshuffle(x, 2)  # keeps channels_last
+def squeeze(x: Tensor, strides: Sequence[int] = ()) -> Tensor:
+    """Space to depth: neighbours, as many in each dimension as `strides` says (2 unless given), become channels."""
     ndim = x.dim() - 2
-    split = x.reshape(*x.shape[:2], *(size for edge in x.shape[2:] for size in (edge // 2, 2)))
+    strides = strides or [2] * ndim
+    if ndim == 2 and strides[0] == strides[1]:
+        return F.pixel_unshuffle(x, strides[0])  # keeps channels_last
+    split = x.reshape(
+        *x.shape[:2], *(size for edge, n in zip(x.shape[2:], strides, strict=True) for size in (edge // n, n))
+    )
     order = (0, 1, *range(3, 2 * ndim + 2, 2), *range(2, 2 * ndim + 2, 2))
-    return split.permute(order).reshape(x.shape[0], -1, *(edge // 2 for edge in x.shape[2:]))
+    return split.permute(order).flatten(1, 1 + ndim)
 
 
-def unsqueeze(x: Tensor) -> Tensor:
+def unsqueeze(x: Tensor, strides: Sequence[int] = ()) -> Tensor:
     """Depth to space: undoes `squeeze`."""
-    if x.dim() == 4:
-        return F.pixel_shuffle(x, 2)
     ndim = x.dim() - 2
-    split = x.reshape(x.shape[0], -1, *[2] * ndim, *x.shape[2:])
+    strides = strides or [2] * ndim
+    if ndim == 2 and strides[0] == strides[1]:
+        return F.pixel_shuffle(x, strides[0])
+    split = x.unflatten(1, (-1, *strides))
     order = (0, 1, *(place for i in range(ndim) for place in (2 + ndim + i, 2 + i)))
-    return split.permute(order).reshape(x.shape[0], -1, *(2 * edge for edge in x.shape[2:]))
+    return split.permute(order).reshape(
+        *split.shape[:2], *(edge * n for edge, n in zip(x.shape[2:], strides, strict=True))
+    )
 
 
-def haar(x: Tensor, grid: Grid | None = None) -> Tensor:
-    """The Haar transform: sums and differences of two neighbours in each dimension become channels.
+def haar(x: Tensor, grid: Grid | None = None, strides: Sequence[int] = ()) -> Tensor:
+    """The Haar transform: sums and differences of two neighbours, in each dimension of stride 2, become channels.
 
     It is orthonormal; with a grid it is its integer lifting form, means and differences that stay on the grid, which `unhaar`
     undoes bit for bit. It saves nothing for backward.
     """
-    ndim = x.dim() - 2
-    y = squeeze(x).unflatten(1, (-1, *[2] * ndim))
-    for dim in range(2, 2 + ndim):
+    strides = strides or [2] * (x.dim() - 2)
+    y = squeeze(x, strides).unflatten(1, (-1, *strides))
+    for dim in (2 + axis for axis, stride in enumerate(strides) if stride == 2):
         a, b = y.unbind(dim)
         if grid is None:
             pair = (a + b) * math.sqrt(0.5), (b - a) * math.sqrt(0.5)
@@ -88,14 +99,14 @@ def haar(x: Tensor, grid: Grid | None = None) -> Tensor:
             difference = b - a
             pair = a + grid.round(difference, 0.5), difference
         y = torch.stack(pair, dim)
-    return y.flatten(1, 1 + ndim)
+    return y.flatten(1, 1 + len(strides))
 
 
-def unhaar(x: Tensor, grid: Grid | None = None) -> Tensor:
+def unhaar(x: Tensor, grid: Grid | None = None, strides: Sequence[int] = ()) -> Tensor:
     """Undoes `haar`."""
-    ndim = x.dim() - 2
-    y = x.unflatten(1, (-1, *[2] * ndim))
-    for dim in reversed(range(2, 2 + ndim)):
+    strides = strides or [2] * (x.dim() - 2)
+    y = x.unflatten(1, (-1, *strides))
+    for dim in (2 + axis for axis, stride in reversed(list(enumerate(strides))) if stride == 2):
         s, d = y.unbind(dim)
         if grid is None:
             pair = (s - d) * math.sqrt(0.5), (s + d) * math.sqrt(0.5)
@@ -103,7 +114,7 @@ def unhaar(x: Tensor, grid: Grid | None = None) -> Tensor:
             a = s - grid.round(d, 0.5)
             pair = a, d + a
         y = torch.stack(pair, dim)
-    return unsqueeze(y.flatten(1, 1 + ndim))
+    return unsqueeze(y.flatten(1, 1 + len(strides)), strides)
 
 
 class ConvStem(nn.Module):
@@ -123,20 +134,28 @@ class PadStem(nn.Module):
 
     Zeros would do as well, but a half of zeros puts every ReLU of the first branch on its kink, where a state recomputed to
     round-off has another derivative than the stored one.
+
+    Args:
+        in_channels: channels of the image, behind the space to depth.
+        channels: channels of the first unit.
+        strides: of a space to depth before everything else, if any.
     """
 
-    def __init__(self, in_channels: int, channels: int) -> None:
+    def __init__(self, in_channels: int, channels: int, strides: Sequence[int] = ()) -> None:
         super().__init__()
         self.in_channels = in_channels
         self.channels = channels
+        self.strides = strides
 
     def forward(self, x: Tensor) -> Tensor:
+        x = squeeze(x, self.strides) if self.strides else x
         times = math.ceil(self.channels / self.in_channels)
         return torch.cat([x] * times, dim=1)[:, : self.channels]
 
     def inverse(self, y: Tensor) -> Tensor:
         """The image: the repetitions are dropped."""
-        return y[:, : self.in_channels]
+        y = y[:, : self.in_channels]
+        return unsqueeze(y, self.strides) if self.strides else y
 
     def extra_repr(self) -> str:
         return f"{self.in_channels}, {self.channels}"
@@ -186,6 +205,26 @@ class PointHead(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[1]}, {self.weight.shape[0]}, ndim={self.ndim}"
+
+
+class DeepHead(PointHead):
+    """Scores at each of several resolutions: a `PointHead` for the last pair, and one for each coarser pair before it.
+
+    Args:
+        channels: channels of each pair, the finest first.
+        num_classes: scores at a point.
+        ndim: spatial dimensions.
+    """
+
+    def __init__(self, channels: Sequence[int], num_classes: int, ndim: int = 2) -> None:
+        super().__init__(channels[0], num_classes, ndim)
+        self.coarse = nn.ModuleList(PointHead(coarse, num_classes, ndim) for coarse in channels[1:])
+
+    def forward(self, x: Any) -> Any:
+        """The scores of the finest pair, if it is alone; or a list, the scores of each pair."""
+        if isinstance(x, tuple):
+            return super().forward(x)
+        return [super().forward(x[0]), *(head(pair) for head, pair in zip(self.coarse, x[1:], strict=True))]
 
 
 class PoolPad(nn.Module):
@@ -241,8 +280,9 @@ class PreActivation(nn.Module):
         out_channels: channels of its output; ``in_channels`` unless given.
         stride: of the first convolution.
         leading: whether the first norm and σ are there; the very first branch of a network has neither.
-        norm: ``"none"`` (a bias), ``"batch"`` or ``"tv"``.
-        activation: σ by name.
+        norm: a name of `NORMS`.
+        activation: σ, by name or as a callable.
+        kernel_size: odd edge length of the kernels, or one for each dimension.
         ndim: spatial dimensions.
     """
 
@@ -254,15 +294,16 @@ class PreActivation(nn.Module):
         stride: int = 1,
         leading: bool = True,
         norm: str = "batch",
-        activation: str = "relu",
+        activation: Activation = "relu",
+        kernel_size: Edges = 3,
         ndim: int = 2,
     ) -> None:
         super().__init__()
         out_channels = in_channels if out_channels is None else out_channels
         self.norm1 = make_norm(norm, in_channels, ndim) if leading else None
-        self.conv1 = convolution(in_channels, out_channels, stride=stride, ndim=ndim)
+        self.conv1 = convolution(in_channels, out_channels, kernel_size, stride, ndim)
         self.norm2 = make_norm(norm, out_channels, ndim)
-        self.conv2 = convolution(out_channels, out_channels, ndim=ndim)
+        self.conv2 = convolution(out_channels, out_channels, kernel_size, ndim=ndim)
         self.activation = make_activation(activation)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from revode.engine import ReversibleSequence
 from revode.engine.regional import compile_branches
-from revode.networks import blocks
-from revode.networks.blocks import Features, join
+from revode.networks.blocks import Features, PadStem, join
 from revode.networks.config import NetworkConfig
 from revode.networks.cost import PartCost, measure_parts, share
 from revode.operators import LinearOperator
@@ -53,6 +52,10 @@ class Stage(nn.Module):
         self.passes_pair = passes_pair
 
     def forward(self, x: Features) -> Features:
+        return self.transition(self.run_body(x))
+
+    def run_body(self, x: Features) -> Features:
+        """What the transition gets."""
         if isinstance(self.body, ReversibleSequence):
             # What a U-Net has set aside is carried past the blocks.
             entering, aside = (x, ()) if isinstance(x, Tensor) else (x[:2], x[2:])
@@ -61,7 +64,7 @@ class Stage(nn.Module):
             x = (*state, *aside) if self.passes_pair else state[1]
         elif self.body is not None:
             x = self.body(x)
-        return self.transition(x)
+        return x
 
     def inverse(self, x: Features, return_state: bool) -> Features:
         """What came in, as a pair or as the tensor that it was made of; for stages that pass pairs on."""
@@ -132,7 +135,11 @@ class StagedClassifier(nn.Module):
             if isinstance(body, ReversibleSequence):
                 body = body.with_strategy(backprop=backprop, memory_budget=None, **changes)
             stages.append(Stage(body, stage.transition, passes_pair=stage.passes_pair))
-        return type(self)(dataclasses.replace(self.config, memory_budget=None), self.stem, stages, self.head)
+        return self._of_parts(dataclasses.replace(self.config, memory_budget=None), self.stem, stages, self.head)
+
+    def _of_parts(self, *parts: Any) -> StagedClassifier:
+        """A network of this kind."""
+        return type(self)(*parts)
 
     def measure(self, image_shape: tuple[int, ...], batch: int) -> list[PartCost]:
         """What stem, units, transitions and head cost for a batch of images of this shape."""
@@ -214,7 +221,7 @@ class InvertibleClassifier(StagedClassifier):
         x: Features = features.chunk(2, dim=1)
         for stage in reversed(cast(list[Stage], self.stages)):
             x = stage.inverse(x, return_state=stage is not self.stages[0])
-        return cast(blocks.PadStem, self.stem).inverse(cast(Tensor, x))
+        return cast(PadStem, self.stem).inverse(cast(Tensor, x))
 
 
 @singledispatch
@@ -229,7 +236,7 @@ def assemble(config: NetworkConfig, kind: type[StagedClassifier]) -> StagedClass
     seed = int(torch.randint(2**62, (), device="cpu")) if config.init == "smooth" else None
     # Seeds draw a ResNet's stem after its units, others' before.
     stages = [] if config.row.scheme else _make_stages(config)
-    stem = (blocks.PadStem if config.passage.carries_pair else blocks.ConvStem)(config.in_channels, config.channels[0])
+    stem = config.passage.stem(config)
     stages = stages or _make_stages(config)
     model = kind(config, stem, stages, config.passage.head(config.head_channels, config.num_classes))
     if seed is not None:
@@ -256,6 +263,7 @@ def make_body(config: NetworkConfig, unit: int) -> nn.Module | None:
     """The blocks at the width of this unit, or None if there are none."""
     row, scheme = config.row, cast(Any, config.row.scheme)
     options: dict[str, Any] = {"activation": config.activation, "norm": config.norm, "ndim": config.ndim}
+    options |= config.branch_options(unit)
     entrance = {} if scheme else {"in_channels": config.channels[max(0, unit - 1)], "stride": 2 if unit else 1}
     fields: list[nn.Module] = []
     for index in range(config.stage_blocks[unit]):

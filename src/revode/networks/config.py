@@ -35,7 +35,7 @@ class NetworkConfig:
         in_channels: channels of the image.
         image_size: edge of the image, for the checks and for `describe`; the network takes larger and smaller ones too.
         activation: σ by name.
-        norm: ``"none"`` (a bias), ``"batch"`` or ``"tv"`` (batch-independent) inside the blocks.
+        norm: inside the blocks: ``"none"`` (a bias), ``"batch"``, ``"instance"``, ``"group"`` or ``"tv"`` (batch-independent).
         backprop: ``"reversible"``, ``"checkpoint"`` or ``"store"``; by default the first that the family offers.
         compile: whether blocks run compiled, once for each kind and shape. Files of a network do not remember it.
         exact: True, or the bits of the grid, for bit-exact reversing.
@@ -239,6 +239,10 @@ class NetworkConfig:
         """Channels of both members of the last pair."""
         return self.stage_channels[-1] * (1 if self.splits else 2)
 
+    def branch_options(self, unit: int) -> dict[str, Any]:
+        """Options of the branches of this unit beside activation, norm and dimensions."""
+        return {}
+
     def step_size(self, unit: int) -> float:
         """h of the unit at this index; 1 where the scheme has none."""
         if self.horizon is not None:
@@ -277,7 +281,7 @@ class NetworkConfig:
     def to_dict(self) -> dict[str, Any]:
         """What the network is in plain values, for JSON and YAML; not whether it runs compiled here."""
         values = {name: getattr(self, name) for name in self.entries if name != "compile"}
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        return {name: _as_lists(value) for name, value in values.items()}
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> NetworkConfig:
@@ -302,6 +306,11 @@ OdeConfig = ReversibleConfig = RevNetConfig = ResNetConfig = NetworkConfig
 def squeezed_channels(first: int, num_units: int) -> tuple[int, ...]:
     """first, 4 first, 16 first, ...: what space-to-depth makes of the channels."""
     return tuple(first * 4**unit for unit in range(num_units))
+
+
+def _as_lists(value: Any) -> Any:
+    """Tuples as lists, inside each other, too."""
+    return list(map(_as_lists, value)) if isinstance(value, tuple) else value
 
 
 def not_among(name: str, value: Any, choices: Iterable[str], where: str = "") -> Iterator[str]:

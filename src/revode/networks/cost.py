@@ -165,7 +165,7 @@ def _walk(model: Any, paths: list[str], strategy: str, batch: int, image_shape: 
 
         def end_part(module: nn.Module, _: Any, output: Any) -> None:
             marks.append(saved.num_bytes)
-            y = output[0] if isinstance(module, ReversibleSequence) else output
+            y = output[0] if isinstance(module, ReversibleSequence) or isinstance(output, list) else output
             shape = tuple(join(y if isinstance(y, Tensor) else y[:2]).shape[1:])
             flops = counter.get_total_flops() - sum(step.flops for step in steps)
             steps.append(_Step(shape, flops, [last - first for first, last in itertools.pairwise(marks)]))

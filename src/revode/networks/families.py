@@ -41,6 +41,7 @@ class Transition:
         keeps_units: Whether every block that the paper counts is reversible, so that units are as the paper counts them.
         carries_pair: Whether every scheme passes its pair on, so that the whole network can be undone.
         head: (channels, classes) -> what follows the last transition.
+        stem: config -> what comes before the first unit.
     """
 
     between: Part = lambda config, unit: nn.Identity()
@@ -49,6 +50,7 @@ class Transition:
     keeps_units: bool = False
     carries_pair: bool = False
     head: Callable[[int, int], nn.Module] = blocks.NormHead
+    stem: Callable[[Any], nn.Module] = lambda config: blocks.ConvStem(config.in_channels, config.channels[0])
 
 
 def _sizes(config: Any, unit: int) -> tuple[int, int, str, str]:
@@ -69,7 +71,11 @@ TRANSITIONS: dict[str, Transition] = {
         extra_blocks=lambda unit, last: -1,
         head=blocks.LinearHead,
     ),
-    "squeeze": Transition(between=lambda config, unit: blocks.Squeeze(), carries_pair=True),
+    "squeeze": Transition(
+        between=lambda config, unit: blocks.Squeeze(),
+        carries_pair=True,
+        stem=lambda config: blocks.PadStem(config.in_channels, config.channels[0]),
+    ),
     "strided": Transition(
         between=lambda config, unit: blocks.StridedBlock(*_sizes(config, unit)),
         extra_blocks=lambda unit, last: -(unit > 0),
@@ -85,7 +91,8 @@ class Family:
     Attributes:
         name: As in ``<name>-<layers>``.
         block: (channels, first, options) -> the branches of one block. `first` says whether it is the network's first;
-            options are ``activation``, ``norm`` and ``ndim``, and of one that is not reversible ``in_channels`` and ``stride``.
+            options are ``activation``, ``norm`` and ``ndim``, of a U-Net with other kernels than 3 ``kernel_size``, and of one
+            that is not reversible ``in_channels`` and ``stride``.
         scheme: Its integrator; None if it is not reversible.
         integrates: Whether the scheme takes a step size, so that the network has ``h``, ``init``, ``start`` and ``transition``.
         layers_per_block: Convolutions of a block as the paper counts them (K and K' are two).
@@ -165,7 +172,7 @@ for _family in (
         block=_revnet,
         layers_per_block=4,
         scheme=AdditiveCoupling,
-        norms=("batch", "tv"),
+        norms=tuple(norm for norm in NORMS if norm != "none"),
         transition="strided",
     ),
     Family(name="resnet", block=_resnet, layers_per_block=2, transition="none", channels=lambda layers: (16, 32, 64)),

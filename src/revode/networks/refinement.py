@@ -12,6 +12,7 @@ than copying blocks does, as Chang et al. do (docs/multilevel.md has the distanc
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping
 from typing import cast
 
@@ -128,7 +129,11 @@ def config_at_depth(config: NetworkConfig, name: str) -> NetworkConfig:
     ratios = [own / new for own, new in zip(config.stage_blocks, target.stage_blocks, strict=True)]
     h = tuple(config.step_size(unit) * ratios[unit] for unit in range(len(config.blocks)))
     damping = 1.0 - (1.0 - config.damping) ** (sum(config.stage_blocks) / sum(target.stage_blocks))
-    return dataclasses.replace(target, h=h, horizon=None, damping=damping)
+    refined = dataclasses.replace(target, h=h, horizon=None, damping=damping)
+    for unit, (own, new) in enumerate(zip(config.stage_blocks, refined.stage_blocks, strict=True)):
+        if not math.isclose(config.step_size(unit) * own, refined.step_size(unit) * new):
+            raise ValueError(f"{config.name} cannot be refined: its up_blocks are fixed, so that times would change")
+    return refined
 
 
 def _resampled(model: StagedClassifier, config: NetworkConfig, batches: Iterable[Tensor] | None) -> StagedClassifier:

@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from functools import partial
-from typing import Any
+from operator import le
+from typing import Any, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -31,18 +32,24 @@ from revode.engine.arrival import WIDTH as fingerprint_width
 from revode.engine.grid import Grid
 from revode.networks import blocks
 from revode.networks.blocks import Features
-from revode.networks.classifier import InvertibleClassifier, assemble, build
-from revode.networks.config import KINDS, NetworkConfig, not_among
+from revode.networks.classifier import InvertibleClassifier, Stage, assemble, build
+from revode.networks.config import KINDS, NetworkConfig, is_count, not_among
 from revode.networks.cost import PartCost, measure_parts
 from revode.networks.families import FAMILIES, Family, Transition
+from revode.operators import DroppedActivation
 
-Resampling = Callable[[Tensor, Grid | None], Tensor]
+Resampling = Callable[[Tensor, Grid | None, Sequence[int]], Tensor]
 
 RESAMPLINGS: dict[str, tuple[Resampling, Resampling]] = {
     "haar": (blocks.haar, blocks.unhaar),
-    "squeeze": (lambda x, grid: blocks.squeeze(x), lambda x, grid: blocks.unsqueeze(x)),
+    "squeeze": (
+        lambda x, grid, strides: blocks.squeeze(x, strides),
+        lambda x, grid, strides: blocks.unsqueeze(x, strides),
+    ),
 }
 """How neighbours become channels, and back; on the grid of ``exact``, or in floating point."""
+
+Axes = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +62,12 @@ class UNetConfig(NetworkConfig):
         blocks: blocks in a unit, for each resolution; the units on the way up have as many as those on the way down.
         channels: channels at each resolution.
         transition: ``"haar"`` or ``"squeeze"`` (space to depth).
+        kernels: odd edge length of the kernels; or one for each resolution, each a number or one for each axis.
+        strides: 1 or 2 between resolutions; or one for each step down, each a number or one for each axis.
+        stem_stride: of a space to depth before the first unit, a number or one for each axis; undone behind the head.
+        up_blocks: blocks in a unit on the way up, from the coarsest on, where they differ.
+        deep_supervision: whether the units on the way up, but for the last, have a head, too: scores come as a list.
+        dropout: the share that is dropped behind every activation inside the branches.
     """
 
     family: str = "unet"
@@ -62,12 +75,23 @@ class UNetConfig(NetworkConfig):
     ndim: int = 3
     in_channels: int = 1
     norm: str = "none"
-    h: float | tuple[float, ...] | None = 0.1
+    h: float | tuple[float, ...] | None = 0.3
     transition: str = "haar"
+    kernels: Any = 3
+    strides: Any = 2
+    stem_stride: Any = 1
+    up_blocks: Any = None
+    deep_supervision: bool = False
+    dropout: float = 0.0
 
     transitions = tuple(RESAMPLINGS)
     usual_batch = 1
     scores_points = True
+
+    def __post_init__(self) -> None:
+        for name in ("kernels", "strides", "stem_stride", "up_blocks"):
+            object.__setattr__(self, name, _as_tuples(getattr(self, name)))
+        super().__post_init__()
 
     def _family_faults(self) -> Iterator[str]:
         yield from not_among("family", self.family, ("unet",))
@@ -76,15 +100,39 @@ class UNetConfig(NetworkConfig):
             yield f"ndim must be 1, 2 or 3, got {self.ndim!r}"
 
     def _layout_faults(self) -> Iterator[str]:
-        most, first, parts = 2**self.ndim, self.channels[0], 2 if self.splits else 1
-        if first % parts or any(c % self.multiple or c > most * b for b, c in itertools.pairwise(self.channels)):
+        levels, each = len(self.channels), f"or one for each axis ({self.ndim})"
+        for name, rows, count, allowed, what in (
+            ("kernels", self.kernels, levels, lambda edge: edge % 2 == 1, "odd numbers"),
+            ("strides", self.strides, levels - 1, lambda stride: stride <= 2, "1 or 2"),
+            ("stem_stride", (self.stem_stride,), 1, lambda stride: True, "positive integers"),
+        ):
+            found = _spread(rows, count, self.ndim)
+            if len(found) != count or not all(
+                len(row) == self.ndim and all(is_count(n) and allowed(n) for n in row) for row in found
+            ):
+                many = (
+                    ""
+                    if name == "stem_stride"
+                    else f"one for all, or {count} for {levels} resolutions; each a number, "
+                )
+                yield f"{name} of {self.name} are {what}: {many}{each}, got {getattr(self, name)!r}"
+        up = self.up_blocks if isinstance(self.up_blocks, tuple) else (self.up_blocks,) * (levels - 1)
+        if self.up_blocks is not None and (len(up) != levels - 1 or not all(map(is_count, up))):
+            yield f"up_blocks must be a positive integer or {levels - 1} of them, got {self.up_blocks!r}"
+        if not (isinstance(self.dropout, int | float) and 0.0 <= self.dropout < 1.0):
+            yield f"dropout must lie in [0, 1), got {self.dropout!r}"
+        first, parts = self.channels[0], 2 if self.splits else 1
+        multiples = [self.multiple(level) for level in range(levels - 1)]
+        most = [multiple // parts for multiple in multiples]
+        steps = zip(itertools.pairwise(self.channels), multiples, most, strict=True)
+        if first % parts or any(c % multiple or c > times * b for (b, c), multiple, times in steps):
             yield (
-                f"channels of {self.name} must be multiples of {parts}, behind the first of {self.multiple}, and "
-                f"at most {most} times those before them, got {self.channels}"
+                f"channels of {self.name} must be multiples of {parts}, behind the first of {_words(multiples)}, and "
+                f"at most {_words(most)} times those before them, got {self.channels}"
             )
-        if first < self.in_channels:
+        if first < self.stem_channels:
             yield (
-                f"the first unit repeats the {self.in_channels} channels of its input and must have at least as many, "
+                f"the first unit repeats the {self.stem_channels} channels of its input and must have at least as many, "
                 f"got channels={self.channels}"
             )
 
@@ -94,16 +142,37 @@ class UNetConfig(NetworkConfig):
 
     @property
     def passage(self) -> Transition:
-        return Transition(between=_transition, carries_pair=True, head=partial(blocks.PointHead, ndim=self.ndim))
+        return Transition(between=_transition, carries_pair=True, head=self._head, stem=_stem)
+
+    def _head(self, channels: int, num_classes: int) -> nn.Module:
+        num_classes *= math.prod(self.stem_strides)
+        if not self.deep_supervision:
+            return blocks.PointHead(channels, num_classes, self.ndim)
+        pairs = [c * (1 if self.splits else 2) for c in self.channels[: max(1, len(self.channels) - 1)]]
+        return blocks.DeepHead(pairs, num_classes, self.ndim)
 
     @property
     def entries(self) -> list[str]:
         return [field.name for field in fields(self)]
 
     @property
-    def multiple(self) -> int:
-        """The channels that one finer channel of each member becomes."""
-        return 2**self.ndim * (2 if self.splits else 1)
+    def level_strides(self) -> tuple[Axes, ...]:
+        """The strides along each axis, of each step down."""
+        return _spread(self.strides, len(self.channels) - 1, self.ndim)
+
+    @property
+    def stem_strides(self) -> Axes:
+        """The strides of the stem along each axis."""
+        return _spread((self.stem_stride,), 1, self.ndim)[0]
+
+    @property
+    def stem_channels(self) -> int:
+        """Channels of the input, behind the strides of the stem."""
+        return self.in_channels * math.prod(self.stem_strides)
+
+    def multiple(self, level: int) -> int:
+        """The channels that one channel of each member becomes on the step down from this resolution."""
+        return math.prod(self.level_strides[level]) * (2 if self.splits else 1)
 
     @property
     def num_units(self) -> int:
@@ -115,8 +184,14 @@ class UNetConfig(NetworkConfig):
         return self.row.layers_per_block * sum(self.stage_blocks) + 1
 
     @property
+    def reductions(self) -> Axes:
+        """How many times smaller than the image the smallest features are, along each axis."""
+        return tuple(map(math.prod, zip(self.stem_strides, *self.level_strides, strict=True)))
+
+    @property
     def stage_blocks(self) -> tuple[int, ...]:
-        return self.blocks + self.blocks[-2::-1]
+        up = self.up_blocks or self.blocks[-2::-1]
+        return self.blocks + (up if isinstance(up, tuple) else (up,) * (len(self.blocks) - 1))
 
     @property
     def stage_channels(self) -> tuple[int, ...]:
@@ -126,11 +201,32 @@ class UNetConfig(NetworkConfig):
     def head_channels(self) -> int:
         return self.pair_channels
 
+    def level(self, unit: int) -> int:
+        """The resolution of a unit, 0 for the finest."""
+        return min(unit, self.num_units - 1 - unit)
+
     def step_size(self, unit: int) -> float:
-        return super().step_size(min(unit, self.num_units - 1 - unit))
+        if self.horizon is not None:
+            return self.horizon / self.stage_blocks[unit]
+        return super().step_size(self.level(unit))
+
+    def branch_options(self, unit: int) -> dict[str, Any]:
+        kernel = _spread(self.kernels, len(self.channels), self.ndim)[self.level(unit)]
+        options: dict[str, Any] = {} if set(kernel) == {3} else {"kernel_size": kernel}
+        if self.dropout:
+            options["activation"] = DroppedActivation(self.activation, self.dropout)
+        return options
+
+    def with_options(self, **options: Any) -> Self:
+        """As of every config; ``out_channels`` is taken for ``num_classes``."""
+        if "out_channels" in options:
+            if "num_classes" in options:
+                raise ValueError("out_channels and num_classes are the same: give one of them")
+            options["num_classes"] = options.pop("out_channels")
+        return super().with_options(**options)
 
     def _resolve(self, options: dict[str, Any]) -> dict[str, Any]:
-        """One number of blocks is for every unit; another scheme has the norm and the step size of its family."""
+        """One number of blocks is for every unit; another scheme has group norm, unless its family has biases."""
         options = super()._resolve({"channels": self.channels} | options)
         given = options.get("blocks", self.blocks)
         num_levels = len(options["channels"]) if isinstance(options["channels"], list | tuple) else 1
@@ -140,8 +236,23 @@ class UNetConfig(NetworkConfig):
         if row is not None and row is not self.row:
             if row.integrates != self.row.integrates:
                 options = {"h": 0.1 if row.integrates else None, "horizon": None} | options
-            options = {"norm": row.defaults.get("norm", "batch")} | options
+            options = {"norm": row.defaults.get("norm", "group")} | options
         return options
+
+
+def _as_tuples(value: Any) -> Any:
+    """Lists as tuples, inside each other, too."""
+    return tuple(map(_as_tuples, value)) if isinstance(value, list | tuple) else value
+
+
+def _spread(rows: Any, count: int, ndim: int) -> tuple[Axes, ...]:
+    """One number for each axis in each of so many rows, of which there may be one for all."""
+    rows = rows if isinstance(rows, tuple) else (rows,) * count
+    return tuple(row if isinstance(row, tuple) else (row,) * ndim for row in rows)
+
+
+def _words(numbers: list[int]) -> str:
+    return " and ".join(map(str, dict.fromkeys(numbers)))
 
 
 KINDS["unet"] = UNetConfig
@@ -153,36 +264,42 @@ class Descent(nn.Module):
     Args:
         channels: how many of each member become coarser.
         transition: how, by name.
+        strides: along which axes, 2, and along which not, 1.
         grid: the grid that the states live on, if any.
     """
 
-    def __init__(self, channels: int, transition: str, grid: Grid | None) -> None:
+    def __init__(self, channels: int, transition: str, strides: Axes, grid: Grid | None) -> None:
         super().__init__()
         self.channels = channels
         self.transition = transition
+        self.strides = strides
         self.grid = grid
 
     def forward(self, x: Features) -> Features:
         down, _ = RESAMPLINGS[self.transition]
         p, q, *aside = x
         (p, p_rest), (q, q_rest) = (y.split([self.channels, y.shape[1] - self.channels], dim=1) for y in (p, q))
-        return down(p, self.grid), down(q, self.grid), p_rest, q_rest, *aside
+        return down(p, self.grid, self.strides), down(q, self.grid, self.strides), p_rest, q_rest, *aside
 
     def inverse(self, x: Features) -> Features:
         """Finer again, and joined with what was set aside last."""
         _, up = RESAMPLINGS[self.transition]
         p, q, p_rest, q_rest, *aside = x
-        return torch.cat((up(p, self.grid), p_rest), 1), torch.cat((up(q, self.grid), q_rest), 1), *aside
+        fine = (up(member, self.grid, self.strides) for member in (p, q))
+        return *(torch.cat(parts, 1) for parts in zip(fine, (p_rest, q_rest), strict=True)), *aside
 
     def extra_repr(self) -> str:
-        return f"{self.channels}, {self.transition!r}"
+        return f"{self.channels}, {self.transition!r}, {self.strides}"
 
 
 class Ascent(Descent):
-    """A `Descent` undone."""
+    """A `Descent` undone; one that is `supervised` carries the coarse pair on, behind all that is set aside, to a head."""
+
+    supervised = False
 
     def forward(self, x: Features) -> Features:
-        return super().inverse(x)
+        fine = super().inverse(x)
+        return (*fine, *x[:2]) if self.supervised else fine
 
     def inverse(self, x: Features) -> Features:
         return super().forward(x)
@@ -196,27 +313,69 @@ class UNet(InvertibleClassifier):
 
     config: UNetConfig
 
-    def forward(self, x: Tensor) -> Tensor:
-        scores = super().forward(x)
-        return scores[(..., *(slice(edge) for edge in x.shape[2:]))]
+    def __init__(self, config: UNetConfig, stem: nn.Module, stages: list[Stage], head: nn.Module) -> None:
+        super().__init__(config, stem, stages, head)
+        self._deep_supervision = config.deep_supervision
+
+    @property
+    def deep_supervision(self) -> bool:
+        """Whether scores come as a list: those of the input's size first, then those of each coarser resolution."""
+        return self._deep_supervision
+
+    @deep_supervision.setter
+    def deep_supervision(self, wanted: bool) -> None:
+        if wanted and not self.config.deep_supervision:
+            raise ValueError(f"{self.config.name} has no coarse heads: create it with deep_supervision=True")
+        self._deep_supervision = bool(wanted)
+
+    def forward(self, x: Tensor) -> Any:
+        scores: Any = super().forward(x)
+        if isinstance(scores, Tensor):
+            return self._fitted(scores, x.shape[2:])
+        found, edges = [], x.shape[2:]
+        for scores_here, strides in zip(scores, [(1,) * len(edges), *self.config.level_strides], strict=False):
+            edges = [-(-edge // stride) for edge, stride in zip(edges, strides, strict=True)]
+            found.append(self._fitted(scores_here, edges))
+        return found
+
+    def _fitted(self, scores: Tensor, edges: Sequence[int]) -> Tensor:
+        """As many scores as points: the stem undone, and the padding cropped."""
+        strides = self.config.stem_strides
+        scores = blocks.unsqueeze(scores, strides) if math.prod(strides) > 1 else scores
+        return scores[(..., *(slice(edge) for edge in edges))]
+
+    def features(self, x: Tensor) -> Tensor:
+        return blocks.join(self.run_stages(x)[:2])
 
     def run_stages(self, x: Tensor) -> Features:
         self.check_image(x)
-        missing = [-edge % self.config.reduction for edge in x.shape[2:]]
+        missing = [-edge % factor for edge, factor in zip(x.shape[2:], self.config.reductions, strict=True)]
         if any(missing):
             x = F.pad(x, [end for edge in reversed(missing) for end in (0, edge)], mode="replicate")
         return super().run_stages(x)
 
     def readout(self, x: Features) -> Any:
-        """The last pair: the head joins nothing."""
-        return x
+        """The last pair, since the head joins nothing; under deep supervision a list, with the coarser pairs behind it."""
+        pairs = [x[i : i + 2] for i in range(0, len(x), 2)]
+        return [pairs[0], *reversed(pairs[1:])] if self.deep_supervision else pairs[0]
+
+    def with_strategy(self, backprop: str, **changes: Any) -> UNet:
+        twin = cast(UNet, super().with_strategy(backprop, **changes))
+        twin.deep_supervision = self.deep_supervision
+        return twin
 
     def check_image(self, x: Tensor) -> None:
-        """Refuse what has other dimensions or channels."""
+        """Refuse what has other dimensions or channels, and a single point where a norm takes means over points."""
         if x.dim() != 2 + self.config.ndim or x.shape[1] != self.config.in_channels or 0 in x.shape[2:]:
             edges = ", ".join(("depth", "height", "width")[-self.config.ndim :])
             raise ValueError(
                 f"{self.config.name} takes inputs of shape (batch, {self.config.in_channels}, {edges}), got {tuple(x.shape)}"
+            )
+        factors = self.config.reductions
+        if self.config.norm == "instance" and all(map(le, x.shape[2:], factors)):
+            raise ValueError(
+                f"norm='instance' needs more than one point at the coarsest resolution: give {self.config.name} inputs larger "
+                f"than {factors}, got {tuple(x.shape[2:])}, or norm='group'"
             )
 
     def inverse(self, features: Tensor, size: tuple[int, ...] | None = None) -> Tensor:
@@ -234,14 +393,14 @@ class UNet(InvertibleClassifier):
 
         All bytes grow with the number of points but those of fingerprints, which are fixed once a state is large enough.
         """
-        factor, ndim, fewest = self.config.reduction, self.config.ndim, min(self.config.channels) // 2
-        coarsest = next(edge for edge in itertools.count(1) if fewest * edge**ndim >= fingerprint_width)
-        small = coarsest * factor
-        large = [edge + -edge % factor for edge in image_shape[1:]]
-        ratio = Fraction(math.prod(large), small**ndim)
+        factors, ndim, fewest = self.config.reductions, self.config.ndim, min(self.config.channels) // 2
+        coarsest = next(edge for edge in itertools.count(2) if fewest * edge**ndim >= fingerprint_width)
+        small = [coarsest * factor for factor in factors]
+        large = [edge + -edge % factor for edge, factor in zip(image_shape[1:], factors, strict=True)]
+        ratio = Fraction(math.prod(large), math.prod(small))
         parts = []
-        for part in measure_parts(self, (image_shape[0], *[small] * ndim), batch * ratio):
-            edges = (edge * new // small for edge, new in zip(part.shape[1:], large, strict=True))
+        for part in measure_parts(self, (image_shape[0], *small), batch * ratio):
+            edges = (edge * new // old for edge, new, old in zip(part.shape[1:], large, small, strict=True))
             parts.append(replace(part, shape=(part.shape[0], *edges), flops=round(part.flops * ratio)))
         return parts
 
@@ -249,9 +408,19 @@ class UNet(InvertibleClassifier):
 build.register(UNetConfig, partial(assemble, kind=UNet))
 
 
+def _stem(config: UNetConfig) -> nn.Module:
+    strides = config.stem_strides if math.prod(config.stem_strides) > 1 else ()
+    return blocks.PadStem(config.stem_channels, config.channels[0], strides)
+
+
 def _transition(config: UNetConfig, unit: int) -> nn.Module:
     """Down behind the units of the first half, up behind the others."""
-    goes_down = unit < len(config.channels) - 1
-    coarse = config.stage_channels[unit + 1 if goes_down else unit]
+    bottom = len(config.channels) - 1
+    level = min(unit, 2 * bottom - 1 - unit)
     grid = None if config.exact is False else Grid(config.exact)
-    return (Descent if goes_down else Ascent)(coarse // config.multiple, config.transition, grid)
+    kind = Descent if unit < bottom else Ascent
+    moving = config.channels[level + 1] // config.multiple(level)
+    made = kind(moving, config.transition, config.level_strides[level], grid)
+    if isinstance(made, Ascent):
+        made.supervised = config.deep_supervision and unit > bottom
+    return made

@@ -35,7 +35,7 @@ def symmetric(number: int, norm: str) -> list[nn.Module]:
 
 KINDS = {
     "verlet": (lambda: symmetric(4, "batch"), Verlet(0.3)),
-    "leapfrog": (lambda: [SymmetricField(8, norm="none") for _ in range(3)], Leapfrog(0.5)),
+    "leapfrog": (lambda: [SymmetricField(8, activation="leaky_relu") for _ in range(3)], Leapfrog(0.5)),
     "midpoint": (lambda: [AntisymmetricField(8, norm="batch", activation="tanh") for _ in range(3)], MidPoint(0.2)),
 }
 

@@ -86,7 +86,7 @@ def test_a_registered_function_must_return_a_config(registry):
         ("hamiltonian-74", {"start": "euler"}, "start of Verlet must be left out"),
         ("hamiltonian-74", {"transition": "pool"}, "transition must be 'pool_pad' or 'connector' or 'squeeze'"),
         ("hamiltonian-74", {"init": "zero"}, "init must be 'independent' or 'smooth'"),
-        ("hamiltonian-74", {"norm": "layer"}, "norm must be 'none' or 'batch' or 'tv'"),
+        ("hamiltonian-74", {"norm": "layer"}, "norm must be 'none' or 'batch' or 'instance' or 'group' or 'tv'"),
         ("hamiltonian-74", {"activation": "rellu"}, "activation must be"),
         ("hamiltonian-74", {"memory_budget": 10**9, "backprop": "store"}, "memory_budget says itself what is kept"),
         ("hamiltonian-74", {"exact": True, "damping": 0.1}, "exact"),

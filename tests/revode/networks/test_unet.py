@@ -20,7 +20,9 @@ CHANNELS = {1: (8, 12, 16), 2: (8, 16, 32), 3: (8, 16, 32)}
 
 def small_unet(ndim, **options):
     return revode.create_model(
-        f"unet-{ndim}d", **{"num_classes": 3, "channels": CHANNELS[ndim], "blocks": 2, "in_channels": 2} | options
+        f"unet-{ndim}d",
+        **{"num_classes": 3, "channels": CHANNELS[ndim], "blocks": 2, "in_channels": 2, "scheme": "hamiltonian"}
+        | options,
     )
 
 
@@ -183,13 +185,17 @@ def test_a_saved_unet_is_loaded(tmp_path):
 
 
 def test_options_follow_the_scheme_and_the_channels():
+    config = model_config("unet-3d")
+    assert (config.scheme, config.norm, config.h) == ("hamiltonian", "none", 0.3)
     config = model_config("unet-3d", scheme="revnet", blocks=3)
-    assert (config.norm, config.h, config.blocks) == ("batch", None, (3, 3, 3))
+    assert (config.norm, config.h, config.blocks) == ("group", None, (3, 3, 3))
     assert config.with_options(scheme="leapfrog").h == 0.1
-    assert model_config("unet-3d", channels=(16, 32), h=0.2).blocks == (4, 4)
+    assert config.with_options(scheme="hamiltonian").norm == "none"
+    assert config.with_options(scheme="hamiltonian").with_options(scheme="midpoint").norm == "group"
+    assert model_config("unet-3d", channels=(16, 32), scheme="hamiltonian", h=0.2).blocks == (4, 4)
     assert config.num_layers == 4 * 15 + 1
     assert NetworkConfig.from_dict(config.to_dict()) == config
-    smooth = revode.create_model("unet-1d", horizon=1.0, init="smooth", blocks=8)
+    smooth = revode.create_model("unet-1d", scheme="hamiltonian", horizon=1.0, init="smooth", blocks=8)
     kernels = [field.operator.weight for field in smooth.sequences()[-1].sequence.fields[::2]]
     assert (kernels[0] - kernels[1]).norm() < 0.5 * kernels[0].norm()
 
