@@ -567,9 +567,10 @@ def conversion_part(found: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
         f"{found[f'{prefix}noise']['sign_noise']:.2f}" for prefix in ("", DEEP) if f"{prefix}noise" in found
     )
     some = of_kind(found, "finetune")[PLAIN][0]
+    deeper = ", and one that is deeper and narrower" if f"{DEEP}noise" in found else ""
     parts = [
         "## A plain network, converted",
-        "A plain network, trained on Shakespeare (that of the table, and one that is deeper and narrower), is made torch's own "
+        f"A plain network, trained on Shakespeare (that of the table{deeper}), is made torch's own "
         '`Sequential` of residual blocks, and `revode.convert(model, "body", scheme)` makes it reversible. All are fine-tuned '
         f"on the Bible with the same batches for {some['tokens']:,} tokens at a rate of {some['rate']:g}. Seeds are those of "
         "batches and signs; the network that they begin with is one.",
