@@ -54,7 +54,11 @@ def write_comparison(folders: Sequence[str | Path], out: str | Path | None = Non
         raise ValueError(f"{path} is a directory; give the file to write, as {path / PAGE}")
     runs = [_read(Path(folder)) for folder in folders]
     if len({run.name for run in runs}) < len(runs):
-        runs = [replace(run, name=str(folder)) for folder, run in zip(folders, runs, strict=True)]
+        parts = [Path(folder).absolute().parts for folder in folders]
+        # As much of each path, from its end, as tells the runs apart.
+        names = ([Path(*own[-n:]).as_posix() for own in parts] for n in range(1, max(map(len, parts)) + 1))
+        apart = next((found for found in names if len(set(found)) == len(found)), [str(folder) for folder in folders])
+        runs = [replace(run, name=name) for name, run in zip(apart, runs, strict=True)]
     page = Page(f"{len(runs)} runs", ", ".join(run.name for run in runs))
     page.table(["run", "network", "images", *_COLUMNS], [_row(run) for run in runs], "What they reached.")
     _settings(page, runs)
