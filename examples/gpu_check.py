@@ -1,6 +1,6 @@
 """Measure revode on your device: time, memory, gradient error, and whether recomputation gives the same bits.
 
-    python examples/gpu_check.py                # CUDA or MPS if there is one; about five minutes
+    python examples/gpu_check.py                # CUDA or MPS if there is one; some minutes
     python examples/gpu_check.py --small        # a few seconds on any CPU
 
 It prints one Markdown text: please send it back as an issue. Nothing is written and nothing leaves your machine.
