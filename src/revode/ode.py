@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from revode.engine.tracing import compilation_is_possible, eagerly
 from revode.engine.walk import Walk
 from revode.errors import unknown
-from revode.memory import graph_nodes
+from revode.memory import graph_leaves
 from revode.schemes import AdditiveCoupling, Coupling, State
 
 
@@ -228,8 +228,7 @@ def first_slope(increment: Increment, y: Tensor, time: float, tracked: bool) -> 
         raise ValueError(f"func(t, y) is not finite at t = {time:g}, where y is y0")
     ours = {id(y), *map(id, increment.parameters())}
     way_out = "make func a torch.nn.Module that holds it, or use gradient='store'"
-    leaves = [node.variable for node in graph_nodes(slope, increment.parameters()) if hasattr(node, "variable")]
-    for shape in [tuple(leaf.shape) for leaf in leaves if id(leaf) not in ours]:
+    for shape in [tuple(leaf.shape) for leaf in graph_leaves([slope]) if id(leaf) not in ours]:
         raise ValueError(f"func uses a tensor of shape {shape} that requires grad and is not its parameter: {way_out}")
     return slope.detach()
 

@@ -33,7 +33,7 @@ class BranchReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing was found."""
+        """Return True if nothing was found."""
         return not self.findings
 
     def __str__(self) -> str:

@@ -64,7 +64,7 @@ class MemoryReport:
 
     @property
     def advice(self) -> str:
-        """Whether reversible blocks are worth their time here, in one sentence."""
+        """Return one sentence on whether reversible blocks are worth their time here."""
         stored, share = self.total(STORED), self.costs[STORED].peak / max(1, self.total(STORED))
         told = f"activations are {share:.0%} of this step's {_bytes(stored)} without the optimizer"
         way = next((name for name in self.costs if name.startswith(REVERSIBLE)), None)
