@@ -11,12 +11,12 @@ import difflib
 import operator
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import _engine_run_backward
+from torch.autograd import Variable
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 
@@ -205,6 +205,10 @@ class Evaluation:
         except ValueError as error:
             raise BranchError(f"{self.name} cannot be recomputed: {error}") from error
 
+    def held(self) -> Iterable[Tensor]:
+        """Return the parameters that the branch holds."""
+        return [home[key] for home, key, _ in self.contents().parameters]
+
     def call(self, q: Tensor, kwargs: dict[str, Any]) -> Any:
         """Return branch(q). Hooks of a module that is sharded by itself ran before, and stay outside."""
         branch = self.branch
@@ -229,9 +233,7 @@ class Evaluation:
         kwargs = self.taken(kwargs)
         if self.context.traced:
             return self.conform(q, call(q, kwargs))
-        inputs = [q, *[home[key] for home, key, _ in self.contents().parameters]]
-        if kwargs:
-            inputs += tensor_leaves(kwargs)
+        inputs = [q, *self.held(), *(tensor_leaves(kwargs) if kwargs else ())]
         versions = versions_of(inputs)
         given = None if once or not kwargs else _look(kwargs)
         try:
@@ -324,6 +326,9 @@ class Replayed(Evaluation):
         """Return what the branch held when this pass began."""
         return self.record.contents
 
+    def held(self) -> Iterable[Tensor]:
+        return self.parameters.values()
+
     def release(self) -> None:
         """Let go of what a recomputation needs."""
         del self.record, self.arguments
@@ -407,9 +412,9 @@ class Replayed(Evaluation):
         return u.detach(), products, 1.0
 
     def _grad(self, outputs: list[Tensor], grads: list[Tensor], wrt: list[Tensor]) -> Sequence[Tensor | None]:
-        """Run ``torch.autograd.grad`` without its look at shapes, which takes a tenth of a tiny branch's time."""
+        """Run ``torch.autograd.grad`` without its checks of shapes, which take a tenth of a tiny branch's time."""
         try:
-            return _engine_run_backward(
+            return Variable._execution_engine.run_backward(  # pyright: ignore[reportAttributeAccessIssue]
                 tuple(outputs), tuple(grads), False, False, tuple(wrt), allow_unreachable=True, accumulate_grad=False
             )
         except RuntimeError as error:
@@ -427,11 +432,12 @@ class Replayed(Evaluation):
         them would be called twice.
         """
         trained, own = self.trained, self.parameters
-        if not hooks_hear_every_module() and all(
-            slot.tensor is then and then.requires_grad == (slot.name in trained) and not then._backward_hooks
-            for slot, then in zip(self.record.contents.parameters, own.values(), strict=True)
-        ):
-            return [own[name] for name in trained], None
+        for (home, key, name), then in zip(self.record.contents.parameters, own.values(), strict=True):
+            if home[key] is not then or then._backward_hooks or then.requires_grad != (name in trained):
+                break
+        else:
+            if not hooks_hear_every_module():
+                return [own[name] for name in trained], None
         leaves = {name: p.detach().requires_grad_(wanted and name in trained) for name, p in own.items()}
         with torch.enable_grad():  # aliases, since hooks on modules cannot be given leaves in autograd.grad
             return [leaves[name] for name in trained], {name: _alias(leaf) for name, leaf in leaves.items()}
@@ -520,7 +526,7 @@ def refuse_unknown_arguments(branches: Sequence[nn.Module], kwargs: dict[str, An
 
 def _alias(leaf: Any) -> Any:
     """Return the same tensor behind a node of its own. (``view_as`` would change the strides of a batch of one.)"""
-    return torch.ops.aten.alias(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
+    return leaf[...] if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
 
 
 _PLAIN = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device, torch.Generator)

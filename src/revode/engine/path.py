@@ -53,6 +53,7 @@ class Path:
         self._memory: dict[tuple[int, int], Tensor] = {}
         """Memory for small gradients, by position and number; see ``_reserve``."""
         self._layout: Any = None
+        self._placeholder: Tensor | None = None
         self.token = object()
         """Stands for this path in counts of memory, also after it is gone."""
         self._lock = threading.RLock()
@@ -87,16 +88,23 @@ class Path:
         although nothing is kept.
         """
         pair: OpenState = p, q
+        self._placeholder = q.new_empty(()).expand(q.shape)  # the shape of a state, in the memory of one element
         for step in steps:
             self._add(step, *pair)
             step.is_planned = True
             pair = self._apply(step, *pair)
+        self._placeholder = None
         with torch.no_grad():
             for step in steps:
                 p, q = q, self.advance(step, p, q)[0]
         assert p is not None
         ended: Any = _End.apply(self, (p, q), *pair)
         return ended
+
+    def placeholders(self) -> State:
+        """Return the pair that stands for a state while nodes are made."""
+        assert self._placeholder is not None
+        return self._placeholder.detach(), self._placeholder.detach()
 
     def _add(self, step: Step, p: Tensor | None, q: Tensor) -> None:
         step.position = len(self.steps)
@@ -239,7 +247,8 @@ class Path:
                 raise RuntimeError(
                     "a state of a reversible walk was modified in place between forward and backward: change a copy of it"
                 )
-            self._reserve(index, start)
+            if pair[0].numel() >= _LARGE:
+                self._reserve(index, start)
             if self.verifies:
                 self._end = start, arrival.size(pair[0])
         for step in reversed(self.steps[index + 1 : start]):
@@ -252,7 +261,8 @@ class Path:
         """Take memory for the small gradients of the steps from `index` down, if none was taken yet.
 
         Small tensors that live on, allocated between large ones that come and go, would pin the heap of a CPU: the process
-        would grow with depth although nothing is kept. Large ones live in pages of their own.
+        would grow with depth although nothing is kept. Large ones live in pages of their own. Where states are small, too,
+        nothing large comes and goes.
         """
         if any(position < start for position, _ in self._memory):
             return
@@ -311,6 +321,10 @@ class Path:
         )
 
 
+_LARGE = 1024
+"""Elements of a state from which on small gradients are kept apart from what comes and goes."""
+
+
 def _pins_the_heap(tensor: Tensor) -> bool:
     """Return whether a tensor like this one lies between others on the heap of a CPU. (Devices keep small ones apart.)"""
     is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu"
@@ -329,13 +343,10 @@ class _Node(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.path, ctx.step = path, step
         if step.is_planned:
-            placeholder = q.new_empty(()).expand(
-                q.shape
-            )  # looks like a state to autograd, in the memory of one element
-            return placeholder, placeholder.detach()
+            return path.placeholders()
         q_next, aux = path.advance(step, p, q)
         _mark_what_has_no_gradient(ctx, aux)
-        return torch.ops.aten.alias(q), q_next, *aux
+        return q[...], q_next, *aux
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
@@ -354,7 +365,7 @@ class _End(torch.autograd.Function):
         ctx.save_for_backward(*path.pack())
         _mark_what_has_no_gradient(ctx, aux)
         p, q = state or (p, q)
-        return tuple(torch.ops.aten.alias(tensor) for tensor in (p, q, *aux))
+        return tuple(tensor[...] for tensor in (p, q, *aux))
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:

@@ -246,7 +246,7 @@ def _call_as_recomputed(
     # Hide this temporary graph from the user's saved-tensor hooks. Detached: a node that keeps its own output keeps itself.
     hidden = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
     with torch.enable_grad(), contextlib.nullcontext() if compiled else hidden:
-        u = call(torch.ops.aten.alias(q.detach().requires_grad_()), kwargs)
+        u = call(q.detach().requires_grad_()[...], kwargs)
     return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach(), u)
 
 
