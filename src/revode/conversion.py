@@ -13,14 +13,16 @@ import logging
 import math
 import warnings
 import weakref
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from revode.engine.branch import Arguments, Context, Replayed, tensor_leaves
-from revode.engine.grid import DEFAULT_BITS, Grid, magnitude
+from revode.engine.branch import Arguments, Context, Replayed, alias, tensor_leaves
+from revode.engine.grid import DEFAULT_BITS, Grid, gradient_in_strides, magnitude
 from revode.engine.path import Path
 from revode.engine.replay import is_replaying, version_of
 from revode.engine.step import Step, advance
@@ -50,6 +52,8 @@ class Conversion:
     num_calls_before: int = 0
     warned: set[str] = field(default_factory=set)
     leaves_out_cache: bool = False
+    is_trained: bool = False
+    """Whether gradients were recorded in a call."""
 
     def warn(self, topic: str, text: str) -> None:
         """Warn once of a topic."""
@@ -159,6 +163,13 @@ class _BlockEvaluation(Replayed):
     def taken(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         return kwargs
 
+    def stored(self, q: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
+        """Return u and aux as ordinary autograd sees them; on the grid, gradients must be the engine's to the bit."""
+        if self.context.grid is None or not torch.is_grad_enabled():
+            return self.evaluate(q, kwargs, self.call)
+        u, aux = self.evaluate(alias(q), pytree.tree_map(alias, kwargs), self.call)
+        return gradient_in_strides(u), aux
+
     def conform(self, q: Tensor, u: Any) -> tuple[Tensor, Any]:
         u, collected = u
         y, rest = u, ()
@@ -263,12 +274,13 @@ def _step(block: Any, scheme: Scheme, args: tuple[Any, ...], kwargs: dict[str, A
     records = torch.is_grad_enabled() and conversion.strategy.backprop != "store"
     try:
         if records and any(t.requires_grad for t in [q, *block.parameters(), *tensor_leaves(given)]):
+            conversion.is_trained = True
             length = 1 if conversion.chooses_bits else conversion.strategy.segment_length(scheme, 0) or None
             path = path or Path(length, conversion.strategy.verify)
             (p, q), rest, evaluation = path.run_here(make, p, q)
         else:
             step = make()
-            u, rest = step.evaluation.evaluate(q, given, step.evaluation.call)
+            u, rest = step.evaluation.stored(q, given)
             evaluation, path, (p, q) = step.evaluation, None, (q, advance(context, step.coupling, number, p, q, u))
             context.note(q, f"after {name}")
         if conversion.chooses_bits:
@@ -339,7 +351,12 @@ def _without_caches(conversion: Conversion, name: str, values: dict[Any, Any]) -
 
 
 def convert(
-    model: Model, path: str | None = None, scheme: Scheme | None = None, *, blocks: slice = slice(None), **options: Any
+    model: Model,
+    path: str | Sequence[str] | None = None,
+    scheme: Scheme | None = None,
+    *,
+    blocks: slice = slice(None),
+    **options: Any,
 ) -> Model:
     """Run residual blocks of a model reversibly; return the model, which is changed.
 
@@ -357,13 +374,19 @@ def convert(
 
     Args:
         model: the model.
-        path: of its ``nn.ModuleList`` or ``nn.Sequential`` of blocks, as in ``"transformer.h"``; ``""`` is the model itself.
-            Without it, the longest list of blocks of one class is taken.
+        path: of its ``nn.ModuleList`` or ``nn.Sequential`` of blocks, as in ``"transformer.h"``; ``""`` is the model itself;
+            several paths for several lists. Without it, the longest list of blocks of one class is taken.
         scheme: how to run them: a scheme on one tensor; ``BDIA(blend=1/16)`` by default.
         blocks: which of them, if some change the shape.
         options: of `Strategy`: ``backprop``, ``exact``, ``anchor_every``, ``verify``. A blend below 1/2 implies ``exact``:
             unless given, its bits are chosen from the states of the first batch, in which each block keeps its input.
     """
+    if isinstance(path, list | tuple):
+        lists = [blocks_of(model, each)[1] for each in path]  # all are looked for before the first is changed
+        for each in lists:
+            convert(model, each, scheme, blocks=blocks, **options)
+        return model
+    others = lists_like_the_longest(model)[1:] if path is None else []
     container, path = blocks_of(model, path)
     children = {f"{path}.{i}".lstrip("."): getattr(m, "_orig_mod", m) for i, m in enumerate(container.children())}
     chosen = dict(list(children.items())[blocks])
@@ -392,12 +415,20 @@ def convert(
         block.__class__ = _converted_class(type(block))
     if type(model).forward is not nn.Module.forward and not isinstance(model, Converted):
         model.register_forward_hook(conversion.watch, with_kwargs=True)
-    _log.info("converted %d blocks %s of %r, %r", len(distinct), type(next(iter(distinct))).__name__, path, scheme)
+    kind = type(next(iter(distinct))).__name__
+    _log.info("converted %d blocks %s of %r, %r", len(distinct), kind, path, scheme)
+    if others:
+        _log.warning(
+            "converted %d blocks %s of %r only; %s hold such blocks, too: convert takes a list of paths",
+            *(len(distinct), kind, path, ", ".join(map(repr, others))),
+        )
     return model
 
 
 def revert(model: Model) -> Model:
     """Undo `convert`: the blocks run as before; return the model, which is changed.
+
+    **Warning:** with another scheme than `BDIA`, a model that was trained as converted computes something else afterwards.
 
     >>> revert(convert(nn.Sequential(*[nn.Sequential(nn.Linear(4, 4)) for _ in range(3)]), ""))[0](torch.ones(4)).shape
     torch.Size([4])
@@ -405,6 +436,12 @@ def revert(model: Model) -> Model:
     found: list[Any] = [module for module in model.modules() if isinstance(module, Converted)]
     if not found:
         raise ValueError(f"{type(model).__name__} has no converted blocks to revert")
+    for conversion in conversions_in(model):
+        scheme = conversion.scheme.in_eval()
+        if conversion.is_trained and not (scheme.carry == 0.0 and scheme.coupling(0).is_plain):
+            _log.warning(
+                "a model that was trained with %r computes something else when it is reverted", conversion.scheme
+            )
     for block in found:
         own = block.__dict__.pop("_revode")[3]
         if own is not None:
@@ -422,20 +459,41 @@ def blocks_of(model: nn.Module, path: str | None = None) -> tuple[Any, str]:
     lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential)}
     if not lists:
         raise ValueError(f"{type(model).__name__} has no nn.ModuleList or nn.Sequential of blocks to convert")
+    if path is not None and not isinstance(path, str):
+        raise TypeError(f"path must be the path of a list of blocks, got {path!r}; give a scheme by scheme=…")
     if path is not None and path in lists:
         return lists[path], path
+    candidates = {name: found for name, found in lists.items() if _are_blocks(found)}
     if path is not None:
-        raise unknown(f"list of blocks in {type(model).__name__}", path, lists)
-    sizes = {name: len(found) for name, found in lists.items() if _are_blocks(found)}
-    longest = [name for name, size in sizes.items() if size == max(sizes.values())]
-    outermost = [name for name in longest if not any(name.startswith(f"{other}.") for other in longest)]
-    if len(outermost) != 1:
-        names = ", ".join(map(repr, outermost or lists))
+        raise unknown(f"list of blocks in {type(model).__name__}", path, _outermost(candidates or lists))
+    longest = max(map(len, candidates.values()), default=0)
+    found = _outermost([name for name, blocks in candidates.items() if len(blocks) == longest])
+    if len(found) != 1:
+        names = [repr(name) for name in found or lists]
+        shown = ", ".join(names[:_MOST_NAMED]) + (", ..." if len(names) > _MOST_NAMED else "")
         raise ValueError(
-            f"{type(model).__name__} does not tell which blocks to convert: give a path, or convert one list after the other. "
-            f"Its lists of {'equal blocks' if outermost else 'modules'}: {names}"
+            f"{type(model).__name__} does not tell which blocks to convert: give a path, or a list of paths. "
+            f"Its lists of {'equal blocks' if found else 'modules'}: {shown}"
         )
-    return lists[outermost[0]], outermost[0]
+    return lists[found[0]], found[0]
+
+
+_MOST_NAMED = 10
+"""Lists of blocks that a message names."""
+
+
+def _outermost(names: Iterable[str]) -> list[str]:
+    """Return the paths that lie in no other of them."""
+    names = list(names)
+    return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
+
+
+def lists_like_the_longest(model: nn.Module) -> list[str]:
+    """Return the path that `convert` takes by default, and those of all lists of blocks of its classes."""
+    blocks, path = blocks_of(model)
+    kinds = {type(block) for block in blocks}
+    lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential) and len(m)]
+    return [path, *(name for name, m in lists if name != path and {type(block) for block in m} <= kinds)]
 
 
 def _are_blocks(modules: Any) -> bool:

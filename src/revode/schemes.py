@@ -12,8 +12,6 @@ tensor that holds one for each sample.
 from __future__ import annotations
 
 import abc
-import functools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -50,15 +48,16 @@ def plus(x: Tensor, y: Tensor, factor: Factor, out: Tensor | None = None) -> Ten
     return torch.add(x, y, alpha=factor, out=out)
 
 
-@functools.cache
+_SHIFTS = {2.0**-n: n for n in range(MOST_SHIFT + 1)}
+
+
 def shift_of(carry: float) -> int | None:
     """Return n where |carry| = 2^-n, or None where there is none.
 
     >>> shift_of(1.0), shift_of(-0.25), shift_of(0.9)
     (0, 2, None)
     """
-    mantissa, exponent = math.frexp(abs(carry))
-    return 1 - exponent if mantissa == 0.5 and 0 <= 1 - exponent <= MOST_SHIFT else None
+    return _SHIFTS.get(abs(carry))
 
 
 @dataclass(frozen=True, eq=False)

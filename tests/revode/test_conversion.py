@@ -281,7 +281,7 @@ def test_states_of_a_model_in_bfloat16_are_in_float32() -> None:
         (lambda: revode.convert(nn.Sequential(nn.Linear(3, 3)), "x"), r"choose one of ''$"),
         (
             lambda: revode.convert(nn.ModuleDict({name: encoder() for name in "ab"})),
-            r"does not tell which.*one list after the other.*'a.layers', 'b.layers'",
+            r"does not tell which.*a list of paths.*'a.layers', 'b.layers'",
         ),
         (
             lambda: revode.convert(nn.ModuleDict({"a": nn.Sequential(nn.Linear(3, 3))})),
@@ -681,3 +681,49 @@ def test_accelerate_trains_a_converted_gpt2_in_bfloat16_as_if_stored() -> None:
     ours = losses()
     assert ours[-1] < 0.9 * ours[0]
     assert ours == losses(backprop="store")
+
+
+@pytest.mark.parametrize("scheme", [MidPoint(0.5), MidPoint(1, blend=0.25), BDIA(), BDIA(blend=1 / 16)], ids=repr)
+@pytest.mark.parametrize("make", [Perceptron, lambda: Perceptron(as_tuple=True)], ids=["tensor", "tuple"])
+def test_on_the_grid_gradients_are_those_of_store_to_the_bit(make: Callable[[], nn.Module], scheme: Any) -> None:
+    x, found = torch.randn(5, 3), []
+    for backprop in ("reversible", "store"):
+        torch.manual_seed(0)
+        model = revode.convert(make(), "body.blocks", scheme, exact=True, backprop=backprop)
+        y = model(x)
+        y.square().mean().backward()
+        found.append([y, *(parameter.grad for parameter in model.parameters())])
+    assert all(torch.equal(ours, stored) for ours, stored in zip(*found, strict=True))
+
+
+def test_several_lists_in_one_call(caplog: pytest.LogCaptureFixture) -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(
+            *(nn.Sequential(*(Block(4) for _ in range(number))) for number in (2, 5)), nn.Sequential(nn.Linear(4, 4))
+        )
+
+    both = revode.convert(model(), ["0", "1"], MidPoint(0.5))
+    assert sum("reversible by" in repr(block) for stage in both for block in stage.children()) == 7
+    both(torch.randn(2, 4)).sum().backward()
+    one = model()
+    with pytest.raises(ValueError, match="unknown list of blocks"):
+        revode.convert(one, ["0", "7"])
+    assert "reversible" not in repr(one)
+    revode.convert(one)
+    assert (
+        "converted 5 blocks Block of '1' only; '0' hold such blocks, too: convert takes a list of paths" in caplog.text
+    )
+
+
+def test_reverting_what_another_scheme_has_trained_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    for scheme in (BDIA(), MidPoint(0.5)):
+        model = revode.convert(Perceptron(), "body.blocks", scheme)
+        model(torch.randn(2, 3)).sum().backward()
+        revode.revert(model)
+    (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert "trained with MidPoint" in record.getMessage()
+
+
+def test_a_scheme_in_the_place_of_a_path_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"path must be the path of a list of blocks.*give a scheme by scheme="):
+        revode.convert(Perceptron(), MidPoint(0.5))  # type: ignore[arg-type]

@@ -69,7 +69,7 @@ def test_a_plain_model_beside_its_checkpoint_and_its_conversion() -> None:
     model, x = Plain(), torch.randn(64, 16)
     found = report(model, x)
     stored, checkpointed, converted = found.costs.values()
-    assert list(found.costs)[2] == "reversible, if blocks is converted"
+    assert list(found.costs)[2] == "reversible, convert(model, 'blocks')"
     assert stored.kept == kept(model, x)
     with SavedTensors(exclude=model.parameters()) as saved:
         y = x
@@ -150,3 +150,39 @@ def test_what_cannot_be_measured_is_said() -> None:
         report(nn.Linear(2, 2).requires_grad_(False), torch.randn(2, 2))
     with pytest.raises(TypeError, match="takes a module and a batch, got Tensor"):
         report(torch.ones(1), torch.ones(1))  # type: ignore[arg-type]
+
+
+def test_all_lists_of_such_blocks_are_converted() -> None:
+    model = nn.Sequential(Plain(6), nn.Linear(16, 24), Plain(12, 24))
+    found = report(model, torch.randn(64, 16), repeats=1)
+    name = "reversible, convert(model, ['2.blocks', '0.blocks'])"
+    assert list(found.costs)[2] == name
+    revode.convert(model, ["2.blocks", "0.blocks"])
+    model(torch.randn(64, 16))  # chooses the bits of the grid
+    assert found.costs[name].kept < found.costs["checkpoint of each block"].kept
+
+
+def test_a_stored_step_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    from revode.memory import steps
+
+    count, calls = steps._count, []
+
+    def too_large_at_first(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 1:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes.")
+        return count(*args)
+
+    monkeypatch.setattr(steps, "_count", too_large_at_first)
+    found = report(Plain(), torch.randn(64, 16), repeats=1)
+    assert "stored" not in found.costs
+    assert "stored: does not fit" in str(found)
+    assert "a stored step does not fit into this machine's memory; with reversible blocks it takes" in found.advice
+    monkeypatch.setattr(steps, "_count", lambda *args: too_large_at_first(calls.clear()))
+    with pytest.raises(RuntimeError, match="give report a smaller batch"):
+        report(Plain(), torch.randn(64, 16), repeats=1)
+
+
+def test_labels_in_the_batch_are_refused_in_one_sentence() -> None:
+    with pytest.raises(TypeError, match="batch is what the model is called with, and labels belong into loss"):
+        report(Plain(), (torch.randn(4, 16), torch.ones(4)))

@@ -21,7 +21,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 
 from revode.engine.grid import Grid, RangeFlags, with_strides
-from revode.engine.inspection import Contents, contents_of, hooks_hear_every_module, is_sharded
+from revode.engine.inspection import Contents, contents_of, hooks_hear_every_module, is_sharded, keywords_of
 from revode.engine.randomness import Streams
 from revode.engine.replay import Call, Record, version_of, versions_of
 from revode.engine.settings import Autocast, Settings
@@ -216,9 +216,9 @@ class Evaluation:
 
     def taken(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return those of the keyword arguments that the branch takes."""
-        if not kwargs or self.context.traced:
+        if not kwargs:
             return kwargs
-        takes = self.contents().takes
+        takes = keywords_of(self.branch) if self.context.traced else self.contents().takes
         return kwargs if takes is None else {name: value for name, value in kwargs.items() if name in takes}
 
     def evaluate(self, q: Tensor, kwargs: dict[str, Any], call: Call, *, once: bool = True) -> tuple[Tensor, Any]:
@@ -273,6 +273,15 @@ class Evaluation:
             u = u.to(q.dtype)
         return with_strides(u, q.stride()), aux
 
+    def warn_of_lost_aux(self, aux: Any) -> None:
+        """Warn once that a training step drops what the branch returned beside its value."""
+        if aux is not None and self.branch.training and not self.context.traced and self.context.warns_of("aux"):
+            warnings.warn(
+                f"{self.name} returned (u, aux), and nobody asked for the aux, so a loss in it trains nothing: call with "
+                "return_aux=True, or return u alone",
+                stacklevel=2,
+            )
+
     def failure(self, q: Tensor, error: Exception) -> Exception:
         """Return an error of the branch that says which branch it is, and on what it failed."""
         if isinstance(error, torch.OutOfMemoryError):
@@ -295,11 +304,11 @@ class Evaluation:
         branch, autocast = self.branch, self.context.autocast
 
         def call(q: Tensor, kwargs: dict[str, Any]) -> Any:
-            kwargs = pytree.tree_map(_alias, kwargs)
-            aliases = {name: _alias(p) for name, p in branch.named_parameters() if id(p) in shared} if shared else {}
+            kwargs = pytree.tree_map(alias, kwargs)
+            aliases = {name: alias(p) for name, p in branch.named_parameters() if id(p) in shared} if shared else {}
             lent = _reparametrize_module(branch, aliases, tie_weights=True) if aliases else contextlib.nullcontext()
             with autocast.restore(), lent:
-                return branch(_alias(q), **kwargs)
+                return branch(alias(q), **kwargs)
 
         return call
 
@@ -367,7 +376,7 @@ class Replayed(Evaluation):
         own, lent = self._leaves(wanted)
         kwargs, given = self.arguments.tracked(wanted)
         with torch.set_grad_enabled(tracked):
-            inside = _alias(leaf)  # as in an ordinary forward, the branch's input is not a leaf
+            inside = alias(leaf)  # as in an ordinary forward, the branch's input is not a leaf
             again = self.record.again
             u, aux = self.evaluate(inside, kwargs, lambda q, kwargs: again(q, kwargs, self.call, lent))
         return u, aux, [leaf, *own, *given]
@@ -440,7 +449,7 @@ class Replayed(Evaluation):
                 return [own[name] for name in trained], None
         leaves = {name: p.detach().requires_grad_(wanted and name in trained) for name, p in own.items()}
         with torch.enable_grad():  # aliases, since hooks on modules cannot be given leaves in autograd.grad
-            return [leaves[name] for name in trained], {name: _alias(leaf) for name, leaf in leaves.items()}
+            return [leaves[name] for name in trained], {name: alias(leaf) for name, leaf in leaves.items()}
 
     def _look_at_graph(self, outputs: Sequence[Tensor], leaves: Sequence[Tensor], coupling: Coupling) -> None:
         """Raise if an output depends on a tensor that requires grad and that we do not know: its gradient would be lost.
@@ -524,7 +533,7 @@ def refuse_unknown_arguments(branches: Sequence[nn.Module], kwargs: dict[str, An
             raise BranchTypeError(f"no branch takes the keyword argument {name!r}{hint}")
 
 
-def _alias(leaf: Any) -> Any:
+def alias(leaf: Any) -> Any:
     """Return the same tensor behind a node of its own. (``view_as`` would change the strides of a batch of one.)"""
     return leaf[...] if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
 

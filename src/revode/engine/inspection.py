@@ -150,7 +150,7 @@ class Contents:
         """Whether it, or something in it, was compiled on its own."""
         self.unsuitable = _unsuitable(modules)
         """Why it cannot be recomputed on tensors that are lent to it, or None."""
-        self.takes = _keywords_of(branch)
+        self.takes = keywords_of(branch)
         """Names of the keyword arguments that ``forward`` takes; None if it takes any."""
         self.has_skip: bool | None = None
         """Whether the branch adds its own input; None before the first backward pass."""
@@ -298,7 +298,7 @@ def hooks_hear_every_module() -> bool:
     return _hooks_on_all_modules() or bool(backward)
 
 
-def _keywords_of(branch: nn.Module) -> frozenset[str] | None:
+def keywords_of(branch: nn.Module) -> frozenset[str] | None:
     try:
         parameters = list(inspect.signature(branch.forward).parameters.values())
     except (TypeError, ValueError):

@@ -134,6 +134,7 @@ class Path:
             for counter in memory.watching:
                 counter.note_walk(self.token, step.tensors_kept(), pairs)
         if not keeps_aux:
+            step.evaluation.warn_of_lost_aux(aux)
             return q_next, []
         step.aux = Template(aux)
         return q_next, [tensor.clone() for tensor in tensor_leaves(aux)]  # never a view of a state or an input
@@ -208,8 +209,8 @@ class Path:
         """Run a step backward; return the gradients by p, by q and by the branch's tensors."""
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "create_graph=True (a gradient of the gradient) needs the activations: "
-                "build this ReversibleSequence with backprop='store', or give odeint gradient='store'"
+                "create_graph=True (a gradient of the gradient) needs the activations: use backprop='store' (of odeint: "
+                "gradient='store')"
             )
         with self._lock, step.evaluation.context.settings.restore():
             self._check(step)

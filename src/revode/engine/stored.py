@@ -54,6 +54,8 @@ class Pass:
         u, aux = evaluation.evaluate(q, self.kwargs, self._stored_call(evaluation, index, q))
         if self.context.keeps_aux:
             self.aux.append(aux)
+        elif torch.is_grad_enabled():
+            evaluation.warn_of_lost_aux(aux)
         return u if self.context.grid is None or not u.requires_grad else gradient_in_strides(u)
 
     def couple(self, index: int, p: Tensor | None, q: Tensor, u: Tensor) -> Tensor:
@@ -66,7 +68,7 @@ class Pass:
         """Return the state before the pair (q, q') behind the branch at `index`."""
         evaluation = self._evaluation(index)
         u, _ = evaluation.evaluate(q, self.kwargs, self._inverting_call(evaluation, index, q))
-        return retreat(self.context, self.couplings[index], index, q, q_next, u)
+        return retreat(self.context, self.couplings[index], self.first + index, q, q_next, u)
 
     def _evaluation(self, index: int) -> Evaluation:
         return Evaluation(self.context, self.first + index, self.branches[index], _NO_ARGUMENTS)

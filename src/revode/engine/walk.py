@@ -62,23 +62,36 @@ class Walk:
     def _enter_tensor(self, x: Tensor) -> Tensor:
         return entered(x, self.strategy.grid_for(self.scheme))
 
-    def step(self, branch: nn.Module, state: OpenState, *, coupling: Coupling | None = None, **kwargs: Any) -> State:
-        """Return the pair behind one branch.
+    def step(
+        self,
+        branch: nn.Module,
+        state: OpenState,
+        *,
+        coupling: Coupling | None = None,
+        return_aux: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Return the pair behind one branch; ``(pair, aux)`` if asked.
 
         Args:
             branch: a module that keeps shape and dtype of ``state[1]``, without a skip connection.
             state: the pair before it.
             coupling: the coefficients of this step; the scheme's unless given.
+            return_aux: whether to return what the branch returned beside its value, too.
             kwargs: keyword arguments of the branch; tensors among them get their gradients.
         """
         step = eagerly(Walk._step) if compilation_is_possible() else Walk._step
-        return step(self, branch, state, coupling, kwargs)
+        pair, aux = step(self, branch, state, coupling, kwargs, return_aux)
+        return (pair, aux) if return_aux else pair
 
-    def _step(self, branch: nn.Module, state: OpenState, coupling: Coupling | None, kwargs: dict[str, Any]) -> State:
+    def _step(
+        self, branch: nn.Module, state: OpenState, coupling: Coupling | None, kwargs: dict[str, Any], keeps_aux: bool
+    ) -> tuple[State, Any]:
+        _check_pair(state)
         arrival.check_arrived()
         (p, q), index = state, self.num_steps
         scheme = self.scheme if branch.training else self.scheme.in_eval()
-        context = Context(q.device, self.strategy.grid_for(scheme), warned=self._warned)
+        context = Context(q.device, self.strategy.grid_for(scheme), keeps_aux, warned=self._warned)
         if coupling is None:
             (coupling,) = scheme.couplings(1, q, p is not None, index)
         self.num_steps += 1
@@ -87,13 +100,15 @@ class Walk:
                 path = self._path if self._goes_on_from(state) else None
                 path = path or Path(self.strategy.segment_length(scheme, 0) or None, self.strategy.verify)
                 make = functools.partial(step_of, context, index, branch, coupling, Arguments(kwargs), q)
-                pair, _ = path.run(branch, make, p, q)
+                pair, aux = path.run(branch, make, p, q)
             else:
-                path, pair = None, (q, Pass([branch], [coupling], context, kwargs, index).advance(0, p, q))
+                call = Pass([branch], [coupling], context, kwargs, index)
+                path, pair = None, (q, call.advance(0, p, q))
+                aux = call.aux[0] if keeps_aux else None
         finally:
             context.close()
         self._path, self._newest = path, (*pair, *map(version_of, pair))
-        return pair
+        return pair, aux
 
     def _records(self) -> bool:
         """Return whether steps become nodes of a path; else they are ordinary autograd."""
@@ -113,6 +128,7 @@ class Walk:
         Args:
             state: the pair before that step; it is the newest again.
         """
+        _check_pair(state)
         older = None if self._newest is None else self._newest[0]
         if older is None or not older.is_set_to(state[1]):
             raise ValueError("undo takes the pair that the newest step was made from, got another one")
@@ -123,6 +139,7 @@ class Walk:
 
     def leave(self, state: State) -> Tensor:
         """Return the readout of a pair."""
+        _check_pair(state)
         return self.scheme.readout(state, self.split_dim)
 
 
@@ -137,6 +154,14 @@ def entered(x: Tensor, grid: Any) -> Tensor:
     if x.dtype in (torch.float16, torch.bfloat16) and Autocast(x.device.type).enabled:
         x = x.float()
     return x.clone() if grid is None else grid.round(x)
+
+
+def _check_pair(state: Any) -> None:
+    if not isinstance(state, tuple | list) or len(state) != 2:
+        found = f"a tensor of shape {tuple(state.shape)}" if isinstance(state, Tensor) else type(state).__name__
+        raise ValueError(
+            f"state must be the pair that enter(x) or step(...) returned, got {found}: call enter(x) first"
+        )
 
 
 def _require_grad(tensors: Any) -> bool:

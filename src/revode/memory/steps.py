@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import statistics
 import time
 import warnings
@@ -16,13 +17,15 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from revode.conversion import blocks_of, conversions_in, convert, revert
+from revode.conversion import blocks_of, conversions_in, convert, lists_like_the_longest, revert
 from revode.engine import ReversibleSequence
 from revode.memory.counters import PeakActivations, SavedTensors, graph_bytes
 
 Way = Callable[[], contextlib.AbstractContextManager[None]]
 """Makes the model run in some way while it is entered."""
 STORED, CHECKPOINTED, REVERSIBLE = "stored", "checkpoint of each block", "reversible"
+_NOISY = 1.5
+"""The factor between steps of one way from which on their times are called noisy."""
 _WORTHWHILE = 0.1
 """The share of a step's memory that must be saved for a change to be advised."""
 
@@ -65,6 +68,10 @@ class MemoryReport:
     @property
     def advice(self) -> str:
         """Return one sentence on whether reversible blocks are worth their time here."""
+        if STORED not in self.costs:
+            way = next((name for name in self.costs if name.startswith(REVERSIBLE)), None)
+            rest = "" if way is None else f"; with reversible blocks it takes {_bytes(self.total(way))}"
+            return f"a stored step does not fit into this machine's memory{rest}"
         stored, share = self.total(STORED), self.costs[STORED].peak / max(1, self.total(STORED))
         told = f"activations are {share:.0%} of this step's {_bytes(stored)} without the optimizer"
         way = next((name for name in self.costs if name.startswith(REVERSIBLE)), None)
@@ -76,7 +83,7 @@ class MemoryReport:
         told = f"{told}: reversible blocks save {saved / stored:.0%} and take {slower:.2f} of the time"
         other = self.costs.get(CHECKPOINTED)
         if other is not None and other.peak - self.costs[way].peak < _WORTHWHILE * stored:
-            return f"{told}; a checkpoint of each block saves nearly as much"
+            return f"{told}; a checkpoint of each block saves {(stored - self.total(CHECKPOINTED)) / stored:.0%}"
         return told
 
     def __str__(self) -> str:
@@ -110,7 +117,6 @@ def measure(model: nn.Module, batch: Any, loss: Callable[[Any], Any] | None, rep
     ways, blocks, remarks = _ways_of(model)
     step = functools.partial(_step, model, batch, loss)
     counts: dict[str, tuple[int, int]] = {}
-    times: dict[str, list[float]] = {way: [] for way in ways}
     with _unchanged(model), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for name, way in list(ways.items()):
@@ -119,11 +125,14 @@ def measure(model: nn.Module, batch: Any, loss: Callable[[Any], Any] | None, rep
                     step()
                     counts[name] = _count(step, parameters)
             except (RuntimeError, TypeError, ValueError) as error:
-                if name == STORED:
+                if name == STORED and not _is_out_of_memory(error):
                     raise
-                remarks.append(f"{name}: {error}")
+                remarks.append(f"{name}: {'does not fit' if _is_out_of_memory(error) else error}")
                 del ways[name]
-        largest = _largest_graph(blocks, step, parameters)
+        if not ways:
+            raise RuntimeError("no step fits into this machine's memory: give report a smaller batch")
+        largest = _largest_graph(blocks, step, parameters) if {STORED, CHECKPOINTED} <= counts.keys() else 0
+        times: dict[str, list[float]] = {way: [] for way in ways}
         for _ in range(max(1, repeats)):
             for name, way in ways.items():
                 with way():
@@ -132,7 +141,14 @@ def measure(model: nn.Module, batch: Any, loss: Callable[[Any], Any] | None, rep
     if blocks and CHECKPOINTED in counts:  # torch's checkpoint hides from our hooks what it computes again
         kept, peak = counts[CHECKPOINTED]
         counts[CHECKPOINTED] = kept, peak + largest
+        if STORED not in counts:
+            remarks.append(f"{CHECKPOINTED}: its peak lacks the activations of one block")
     remarks += dict.fromkeys(str(warning.message) for warning in caught)
+    noise = max(max(found) / min(found) for found in times.values())
+    if noise > _NOISY:
+        remarks.append(
+            f"steps of one way differ by a factor of {noise:.1f} in time: give more repeats on an idle machine"
+        )
     costs = {name: Cost(*counts[name], statistics.median(times[name])) for name in ways}
     own = {id(parameter): parameter for parameter in parameters}.values()
     sizes = [(p.numel() * p.element_size(), p.requires_grad) for p in own]
@@ -149,12 +165,14 @@ def _ways_of(model: nn.Module) -> tuple[dict[str, Way], list[nn.Module], list[st
         return {name: functools.partial(_with_backprop, holders, backprop) for name, backprop in named.items()}, [], []
     ways: dict[str, Way] = {STORED: contextlib.nullcontext}
     try:
-        blocks, path = blocks_of(model)
+        paths = lists_like_the_longest(model)
     except ValueError as error:
         return ways, [], [f"only stored: {error}"]
+    blocks = [block for path in paths for block in blocks_of(model, path)[0]]
+    given = paths if len(paths) > 1 else repr(paths[0])
     ways[CHECKPOINTED] = functools.partial(_checkpointed, blocks)
-    ways[f"{REVERSIBLE}, if {path or 'the model'} is converted"] = functools.partial(_converted, model, path)
-    return ways, list(blocks), []
+    ways[f"{REVERSIBLE}, convert(model, {given})"] = functools.partial(_converted, model, paths)
+    return ways, blocks, []
 
 
 def _holders(model: nn.Module) -> list[Any]:
@@ -197,9 +215,9 @@ def _checkpointed(blocks: list[nn.Module]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _converted(model: nn.Module, path: str) -> Iterator[None]:
-    """Convert the model's blocks inside, by the default scheme."""
-    convert(model, path)
+def _converted(model: nn.Module, paths: list[str]) -> Iterator[None]:
+    """Convert these lists of blocks inside, by the default scheme."""
+    convert(model, paths)
     try:
         yield
     finally:
@@ -227,6 +245,10 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
 def _step(model: nn.Module, batch: Any, loss: Callable[[Any], Any] | None, backward: bool = True) -> None:
     """Run forward, and backward unless told otherwise."""
     args, kwargs = ((), batch) if isinstance(batch, dict) else (batch if isinstance(batch, tuple) else (batch,), {})
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{error}: batch is what the model is called with, and labels belong into loss") from None
     with torch.enable_grad():
         value = _loss_of(model(*args, **kwargs), loss)
         if backward:
@@ -249,6 +271,10 @@ def _loss_of(output: Any, loss: Callable[[Any], Any] | None) -> Tensor:
             + ": give report the model's loss, as in report(model, batch, lambda output: output.square().mean())"
         )
     return value
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def _plain(output: Any) -> Any:

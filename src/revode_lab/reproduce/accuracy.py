@@ -88,8 +88,9 @@ PAPERS_74 = Budget(
 LEVELS_74 = {
     "smoke": Budget(SMOKE_NOTE, "smoke on digits", trainings([HAMILTONIAN], **smoke_levels())),
     "cpu": Budget(
-        "CPU budget: 90 epochs of 50,000 images, 45 of them at 16x16, 30 at 24x24 and 15 at 32x32, with batch norm and h = 1 in "
-        "the blocks and squares of 8x8 cut out of the images; not the paper's schedule of 160 epochs, nor its biases and h = 0.1.",
+        "CPU budget: 90 epochs of 50,000 images, 45 of them at 16x16, 30 at 24x24 and 15 at 32x32, with batch norm and h = 1 "
+        "in the blocks, and squares of 8x8 cut out of the images; not the paper's schedule of 160 epochs, nor its biases and "
+        "h = 0.1.",
         "CPU budget, 90 epochs",
         [
             TrainingRun(
@@ -134,6 +135,8 @@ TABLE_1_BATCH_NORM = {
         ],
     ),
 }
+
+
 # One recipe for all families, in levels as `levels-74`.
 def in_levels(model: str) -> TrainingRun:
     """Return the training of one family's network in levels."""

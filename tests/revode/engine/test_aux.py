@@ -98,3 +98,13 @@ def test_a_duplicated_input_gives_the_mean_of_its_two_ways() -> None:
     found, state = sequence(x, condition=condition, return_state=True)
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(sequence.inverse(state, condition=condition), x)
+
+
+@pytest.mark.parametrize("backprop", STRATEGIES)
+def test_aux_that_nobody_asked_for_warns_once_in_training(backprop: str) -> None:
+    sequence = routed(4, backprop=backprop)
+    with torch.no_grad():
+        sequence(torch.randn(2, 4))
+    with pytest.warns(UserWarning, match=r"branch 1 \(Routed\) returned \(u, aux\), and nobody asked for the aux"):
+        sequence(torch.randn(2, 4))
+    sequence(torch.randn(2, 4))

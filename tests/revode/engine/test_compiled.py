@@ -228,6 +228,22 @@ def test_the_eval_model_is_exported(scheme: Any, exact: bool) -> None:
     torch.testing.assert_close(exported.module()(x), model(x), rtol=1e-5, atol=1e-5)
 
 
+def test_keywords_that_some_branches_take_are_traced() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = ReversibleSequence([Conditioned(4), nn.Linear(4, 4)], MidPoint(h=0.2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.body(x, condition=x.flip(0))
+
+    model, x = Model().eval(), torch.randn(2, 4)
+    expected = model(x).detach()
+    with torch.no_grad():
+        torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), expected)
+        torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="eager")(x), expected)
+
+
 @pytest.mark.parametrize("exact", [False, pytest.param(True, marks=[pytest.mark.slow])])
 def test_onnxruntime_agrees_with_the_eval_model(exact: bool, tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")

@@ -301,3 +301,45 @@ def test_no_second_copy_of_the_gradients_exists(mode: str) -> None:
     """Of 126 MB of parameters, a backward pass needs the gradients of a few branches at a time."""
     done = subprocess.run([sys.executable, "-c", MEMORY, mode], capture_output=True, text=True, timeout=200, check=True)
     assert float(done.stdout) < 45.0
+
+
+class Scored(nn.Module):
+    """A layer with a score of its own, as a router has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(4, 4)
+
+    def forward(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        u = torch.tanh(self.mix(q))
+        return u, u.square().mean()
+
+
+@pytest.mark.parametrize("backprop", ["reversible", "store"])
+def test_aux_of_each_step_has_its_gradient(backprop: str) -> None:
+    torch.manual_seed(0)
+    branches, x = [Scored() for _ in range(4)], torch.randn(3, 4, dtype=torch.float64)
+    for branch in branches:
+        branch.double()
+
+    def step(backprop: str) -> list[Tensor]:
+        walk, total = Walk(MidPoint(0.2), backprop=backprop), torch.zeros((), dtype=x.dtype)
+        state = walk.enter(x)
+        for branch in branches:
+            state, score = walk.step(branch, state, return_aux=True)
+            total = total + score
+        parameters = [parameter for branch in branches for parameter in branch.parameters()]
+        return list(torch.autograd.grad(walk.leave(state).sum() + total, parameters))
+
+    for ours, stored in zip(step(backprop), step("store"), strict=True):
+        torch.testing.assert_close(ours, stored, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_tensor_in_the_place_of_a_pair_is_refused(size: int) -> None:
+    walk, x = Walk(MidPoint(0.1)), torch.randn(size, 4)
+    for call in (lambda: walk.step(nn.Linear(4, 4), x), lambda: walk.leave(x), lambda: walk.undo(x)):  # type: ignore[arg-type]
+        with pytest.raises(
+            ValueError, match=r"state must be the pair .* got a tensor of shape .*: call enter\(x\) first"
+        ):
+            call()
