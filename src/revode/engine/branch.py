@@ -236,6 +236,19 @@ class Evaluation:
         inputs = [q, *self.held(), *(tensor_leaves(kwargs) if kwargs else ())]
         versions = versions_of(inputs)
         given = None if once or not kwargs else _look(kwargs)
+        u = self._called(q, kwargs, call, inputs, versions)
+        if given is not None and _look(kwargs) != given:
+            raise BranchError(
+                f"{self.name} changes an object among its keyword arguments (a cache of keys and values?), which its "
+                "recomputation would change again: pass none (use_cache=False), leave out blocks that do so, or use "
+                "backprop='store'"
+            )
+        return self.conform(q, u)
+
+    def _called(
+        self, q: Tensor, kwargs: dict[str, Any], call: Call, inputs: list[Tensor], versions: list[int | None]
+    ) -> Any:
+        """Return call(q, kwargs); raise an error that names the branch if it fails or changes one of `inputs` in place."""
         try:
             u = call(q, kwargs)
         except _FAILURES as error:
@@ -246,13 +259,7 @@ class Evaluation:
                 f"{self.name} modifies its input or its parameters in place (an inplace=True activation first in "
                 "it?): both are needed again, so give it an operation that makes a new tensor"
             )
-        if given is not None and _look(kwargs) != given:
-            raise BranchError(
-                f"{self.name} changes an object among its keyword arguments (a cache of keys and values?), which its "
-                "recomputation would change again: pass none (use_cache=False), leave out blocks that do so, or use "
-                "backprop='store'"
-            )
-        return self.conform(q, u)
+        return u
 
     def conform(self, q: Tensor, u: Any) -> tuple[Tensor, Any]:
         """Return (u, aux) in the state's dtype and strides; raise if u is not like the state."""
@@ -378,7 +385,14 @@ class Replayed(Evaluation):
         with torch.set_grad_enabled(tracked):
             inside = alias(leaf)  # as in an ordinary forward, the branch's input is not a leaf
             again = self.record.again
-            u, aux = self.evaluate(inside, kwargs, lambda q, kwargs: again(q, kwargs, self.call, lent))
+            u = self._called(
+                inside,
+                self.taken(kwargs),
+                lambda q, kwargs: again(q, kwargs, self.call, lent),
+                [leaf],
+                versions_of([leaf]),
+            )
+            u, aux = self.conform(inside, u)
         return u, aux, [leaf, *own, *given]
 
     def vjp(

@@ -95,6 +95,7 @@ class Path:
             pair = self._apply(step, *pair)
         self._placeholder = None
         with torch.no_grad():
+            p, q = None if p is None else p.detach(), q.detach()
             for step in steps:
                 p, q = q, self.advance(step, p, q)[0]
         assert p is not None
@@ -127,8 +128,9 @@ class Path:
         q_next, aux = step.advance(p, q, watched, not begins)
         if not begins:
             self.kept.pop(index, None)
-        pair = self.kept[index + 1] = q.detach(), None if alone else q_next.detach()
-        self._versions = {**(self._versions if self.length else {}), index + 1: _versions_of(pair)}
+            self._versions.pop(index, None)
+        pair = self.kept[index + 1] = _bare(q), None if alone else q_next if step.is_planned else q_next.detach()
+        self._versions[index + 1] = _versions_of(pair)
         if memory.watching and not step.is_planned:
             pairs = [tensor for pair in self.kept.values() for tensor in pair if tensor is not None]
             for counter in memory.watching:
@@ -330,6 +332,11 @@ def _pins_the_heap(tensor: Tensor) -> bool:
     """Return whether a tensor like this one lies between others on the heap of a CPU. (Devices keep small ones apart.)"""
     is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu"
     return is_plain and tensor.numel() * tensor.element_size() < 1 << 17
+
+
+def _bare(tensor: Tensor) -> Tensor:
+    """Return the tensor without its graph."""
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def _versions_of(pair: Pair) -> list[int | None]:
