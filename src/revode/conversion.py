@@ -279,7 +279,7 @@ def _step(block: Any, scheme: Scheme, args: tuple[Any, ...], kwargs: dict[str, A
             path = path or Path(length, conversion.strategy.verify)
             (p, q), rest, evaluation = path.run_here(make, p, q)
         else:
-            step = make()
+            step: Any = make()
             u, rest = step.evaluation.stored(q, given)
             evaluation, path, (p, q) = step.evaluation, None, (q, advance(context, step.coupling, number, p, q, u))
             context.note(q, f"after {name}")
@@ -381,7 +381,7 @@ def convert(
         options: of `Strategy`: ``backprop``, ``exact``, ``anchor_every``, ``verify``. A blend below 1/2 implies ``exact``:
             unless given, its bits are chosen from the states of the first batch, in which each block keeps its input.
     """
-    if isinstance(path, list | tuple):
+    if isinstance(path, Sequence) and not isinstance(path, str):
         lists = [blocks_of(model, each)[1] for each in path]  # all are looked for before the first is changed
         for each in lists:
             convert(model, each, scheme, blocks=blocks, **options)
