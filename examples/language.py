@@ -392,9 +392,9 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 def needed(way: str, depth: int, context: int, batch: int, args: argparse.Namespace) -> int:
     """Bytes of activations at the peak of a step in float32: what forward keeps, and the graph of the block in work."""
     scheme, options = WAYS[way]
-    width = {"width": 4 * args.width, "heads": 8}
+    options = {"scheme": scheme, **SCHEMES[scheme], **options, "width": 4 * args.width, "heads": 8}
     torch.manual_seed(0)
-    model = revode.create_model("gpt-mini", scheme=scheme, depth=depth, context=context, **width, **options)
+    model = revode.create_model("gpt-mini", depth=depth, context=context, **options)
     assert isinstance(model, GPT)
     tokens = torch.zeros(batch, context + 1, dtype=torch.long)
     kept = bytes_kept(model, tokens, False)

@@ -14,7 +14,6 @@ from revode.networks.transformer import GPT
 from revode.schemes import SCHEMES
 from revode_lab.cli import main
 
-
 EXACT = [name for name, kind in SCHEMES.items() if kind().invertible_exactly]
 
 
