@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 from revode import memory
 from revode.engine import arrival
-from revode.engine.branch import BranchError, Template, is_sharded, tensor_leaves
+from revode.engine.arguments import Template, tensor_leaves
+from revode.engine.branch import BranchError
+from revode.engine.inspection import is_sharded
 from revode.engine.replay import version_of
 from revode.engine.step import Step
 from revode.engine.tracing import compilation_is_possible, eagerly

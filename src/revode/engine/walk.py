@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from revode.engine import arrival
-from revode.engine.branch import Arguments, Context, tensor_leaves
+from revode.engine.arguments import Arguments, tensor_leaves
+from revode.engine.branch import Context
 from revode.engine.grid import with_strides
 from revode.engine.path import Path
 from revode.engine.replay import version_of
