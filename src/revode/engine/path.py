@@ -79,7 +79,11 @@ class Path:
         """Return the pair behind a step, the branch's aux and its evaluation, inside a call of the branch."""
         step = make()
         self._add(step, p, q)
-        outputs: Any = self._apply(step, p, q)
+        try:
+            outputs: Any = self._apply(step, p, q)
+        except BaseException:
+            self.steps.pop()
+            raise
         return outputs[:2], None if step.aux is None else step.aux.fill(outputs[2:]), step.evaluation
 
     def run_all(self, steps: Sequence[Step], p: Tensor | None, q: Tensor) -> State:

@@ -95,7 +95,6 @@ class Walk:
         context = Context(q.device, self.strategy.grid_for(scheme), keeps_aux, warned=self._warned)
         if coupling is None:
             (coupling,) = scheme.couplings(1, q, p is not None, index)
-        self.num_steps += 1
         try:
             if self._records() and _require_grad([p, q, *tensor_leaves(kwargs), *branch.parameters()]):
                 path = self._path if self._goes_on_from(state) else None
@@ -108,6 +107,7 @@ class Walk:
                 aux = call.aux[0] if keeps_aux else None
         finally:
             context.close()
+        self.num_steps += 1
         self._path, self._newest = path, (*pair, *map(version_of, pair))
         return pair, aux
 
