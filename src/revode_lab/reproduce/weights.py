@@ -56,13 +56,13 @@ class Peak:
 
     def __init__(self) -> None:
         self.idle = reset_peak()
-        self.bytes = 0
+        self.whole = 0
 
     def on_step(self, model: Any, step: int) -> dict[str, float]:
         """Forget what planning and the first update took; from then on take the peak."""
         if step == 1:
             reset_peak()
-        self.bytes = peak() - self.idle
+        self.whole = peak()
         return {}
 
 
@@ -79,7 +79,12 @@ def trained(config: Config) -> dict[str, Any]:
         for name, tensor in sorted(load_file(Path(folder) / "run" / "model.safetensors").items()):
             digest.update(name.encode() + tensor.numpy().tobytes())
     kept = ("steps", "params", "test_accuracy", "test_loss", "peak_activation_bytes")
-    return {"weights": digest.hexdigest(), "peak_bytes": watch.bytes, **{name: result[name] for name in kept}}
+    return {
+        "weights": digest.hexdigest(),
+        "peak_bytes": watch.whole - watch.idle,
+        "idle_bytes": watch.idle,
+        **{name: result[name] for name in kept},
+    }
 
 
 def _both(**run: Any) -> list[Task]:
@@ -129,8 +134,11 @@ def show_same_weights(budget: Budget, outcomes: list[Outcome]) -> Findings:
         f"The weights are {'equal, bit for bit' if same else '**not equal**'}. The peak counts all of an update: images in "
         "memory, convolutions, the optimizer and the average of the weights."
     )
-    peaks = {outcome.task.title: outcome.result["peak_bytes"] / 1e6 for outcome in outcomes}
-    chart = Chart(charts.bars(peaks, "peak of the process, MB", name=budget.schedule), "Peaks above the idle process.")
+    peaks = {task.title: (result["peak_bytes"] + result["idle_bytes"]) / 1e6 for task, result, _ in outcomes}
+    chart = Chart(
+        charts.bars(peaks, "peak of the process, MB", name=budget.schedule),
+        "Peak resident memory, the idle process included.",
+    )
     return Findings([Table(rows)], [chart], [remark], {"equal": same})
 
 
