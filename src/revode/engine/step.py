@@ -26,12 +26,7 @@ Gradients = tuple[Tensor | None, Tensor | None, Sequence[Tensor | None]]
 
 
 class Step:
-    """A coupling and its branch in one forward pass.
-
-    Args:
-        evaluation: how to evaluate the branch.
-        coupling: the coefficients (s, c, a).
-    """
+    """A coupling (s, c, a) and its branch in one forward pass."""
 
     def __init__(self, evaluation: Replayed, coupling: Coupling) -> None:
         self.evaluation = evaluation
@@ -39,16 +34,16 @@ class Step:
         self.remainder: Tensor | None = None
         """The bits of p that a coupling with |s| < 1 drops on the grid."""
         self.fingerprints: list[Tensor] = []
-        """Of q, and of u if a branch was replayed, where the walk back is to be verified."""
+        """Fingerprints of q, and of u if a branch was replayed, where the walk back is to be verified."""
         self.aux: Any = None
         """The template of the branch's aux."""
         self.has_gradient = True
-        """Whether anything that enters it does; else it is never recomputed."""
+        """True if an input of the step has a gradient; else it is never recomputed."""
         self.is_planned = False
-        """Whether its node is made before it runs."""
+        """True if the node is made before the step runs."""
         self.is_released = False
         self.position = 0
-        """Its place in its path."""
+        """The place of the step in its path."""
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that ``retreat`` gives gradients for."""
@@ -66,18 +61,18 @@ class Step:
         return [tensor for tensor in (*self.own_tensors(), *arguments) if tensor is not None]
 
     def own_tensors(self) -> list[Tensor | None]:
-        """Return what this step alone keeps beside the pair."""
+        """Return the tensors that this step alone keeps beside the pair."""
         return [self.remainder, *self.fingerprints, *(() if self.is_released else self.evaluation.record.kept)]
 
     def set_own_tensors(self, following: Iterator[Any]) -> None:
-        """Hold as many tensors of `following` in the place of ``own_tensors``."""
+        """Take the place of ``own_tensors`` from `following`."""
         self.remainder = next(following)
         self.fingerprints = [next(following) for _ in self.fingerprints]
         if not self.is_released:
             self.evaluation.record.kept = [next(following) for _ in self.evaluation.record.kept]
 
     def release(self) -> None:
-        """Let go of what the way back has used."""
+        """Free the tensors that the way back has used."""
         self.is_released = True
         self.remainder, self.fingerprints = None, []
         self.evaluation.release()
@@ -89,7 +84,7 @@ class Step:
             p: the older state; None at the start of a scheme on one tensor.
             q: the newer state.
             watched: whether to keep fingerprints of q and F(q).
-            keeps_remainder: whether p will have to be found again.
+            keeps_remainder: whether the way back will need p.
         """
         evaluation = self.evaluation
         u, aux = evaluation.value(q, self.has_gradient)
@@ -135,7 +130,6 @@ class Step:
         return u, p, (g, gq, [_scaled(product, scale) for product in products[1:]])
 
     def rebuild(self, q: Tensor, q_next: Tensor) -> Tensor:
-        """Return p without gradients."""
         evaluation = self.evaluation
         evaluation.check_unchanged()
         u = evaluation.again(q)
@@ -188,7 +182,6 @@ class CompiledStep(Step):
 def step_of(
     context: Context, index: int, branch: nn.Module, coupling: Coupling, arguments: Arguments, q: Tensor
 ) -> Step:
-    """Return the step of a branch on states like q."""
     field = compiled_field(context, branch, coupling, arguments.given, q)
     if field is not None:
         return CompiledStep(Known(context, index, branch, arguments), coupling, field)
@@ -198,7 +191,7 @@ def step_of(
 def compiled_field(
     context: Context, branch: nn.Module, coupling: Coupling, has_arguments: bool, q: Tensor
 ) -> CompiledField | None:
-    """Return the branch as it runs compiled with its coupling, if it does."""
+    """Return the branch compiled with its coupling, or None if it does not run so."""
     shrinks = context.grid is not None and coupling.shift > 0
     if not context.compiled or context.keeps_aux or isinstance(coupling.carry, Tensor) or shrinks:
         return None
@@ -207,7 +200,7 @@ def compiled_field(
 
 
 def remainder_of(context: Context, coupling: Coupling, index: int, p: Tensor) -> Tensor | None:
-    """Return what ``retreat`` needs beside the pair to find p again: the bits that ``advance`` drops of it."""
+    """Return the bits of p that ``advance`` drops, which ``retreat`` needs to find p again."""
     if context.grid is None or not coupling.shift:
         return None
     return context.grid.remainder(p, coupling.shift, _up(index))
@@ -241,7 +234,7 @@ def retreat(
     *,
     over_u: bool = False,
 ) -> Tensor:
-    """Return the state before: ``advance`` undone."""
+    """Return the state before, which undoes ``advance``."""
     grid, rounding, out = context.grid, _rounding(context, over_u), u if over_u else None
     if grid is None or not coupling.shift:
         return with_strides(coupling.reverse(q, q_next, u, rounding, out), q.stride())
@@ -256,7 +249,7 @@ def _on_grid(coupling: Coupling) -> Coupling:
 
 
 def _up(index: int) -> bool:
-    """Return whether the step at `index` rounds ties up; steps alternate."""
+    """Return True if the step at `index` rounds ties up; steps alternate."""
     return index % 2 == 0
 
 
@@ -266,7 +259,7 @@ def _rounding(context: Context, in_place: bool) -> Rounding | None:
 
 
 def _plus(a: Tensor | None, b: Tensor | None, scale: Factor = 1.0, *, over_b: bool = False) -> Tensor | None:
-    """Return a + scale * b, either of which may be absent; written over b if nobody else needs it."""
+    """Return a + scale * b, either of which may be absent; written over b if nobody else needs b."""
     if b is None:
         return a
     out = b if over_b else None
@@ -276,7 +269,7 @@ def _plus(a: Tensor | None, b: Tensor | None, scale: Factor = 1.0, *, over_b: bo
 
 
 def _plus_kept(gq: Tensor | None, g: Tensor, keep: Factor, to_the_bit: bool) -> Tensor | None:
-    """Return gq + keep * g; in two roundings, as autograd does it, where bits must be those of the stored path."""
+    """Return gq + keep * g; in two roundings, as autograd does, where bits must be those of the stored path."""
     if is_number(keep, 0.0):
         return gq
     if isinstance(keep, Tensor) or to_the_bit:
