@@ -31,10 +31,10 @@ def convert(
     Parameters, the keys of the ``state_dict``, the model's own loop and its hooks stay. With `BDIA` the model in eval mode is
     the unconverted one, bit for bit. With other schemes it is another network with the same weights, to be fine-tuned.
 
-    The cost: beside one float32 pair, 1, 2, 4, 4, 8 or 8 bits are kept of each element and block for a blend of 2^-1 to 2^-6,
-    and nothing for ``MidPoint(h)``. Training a trained model on with BDIA's signs costs quality: 0.1 % of the loss
-    with the default, 5.6 % with ±1/2 (docs/transformers.md). An untrained model need not pay it: use `MidPoint`, or write it
-    with `AdditiveCoupling`.
+    Beside one float32 pair, 1, 2, 4, 4, 8 or 8 bits are kept of each element and block for a blend of 2^-1 to 2^-6, and none
+    for ``MidPoint(h)``. Training a trained model on with BDIA's signs costs quality: 0.1 % of the loss with the default, 5.6 %
+    with ±1/2 (docs/transformers.md). For an untrained model use `MidPoint`, or write it with `AdditiveCoupling`, at no such
+    cost.
 
     >>> layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, norm_first=True)
     >>> model = convert(nn.TransformerEncoder(layer, 12, enable_nested_tensor=False))
@@ -43,8 +43,8 @@ def convert(
     Args:
         model: the model.
         path: of its ``nn.ModuleList`` or ``nn.Sequential`` of blocks, as in ``"transformer.h"``; ``""`` is the model itself;
-            several paths for several lists. Without it, the longest list of blocks of one class is taken.
-        scheme: how to run them: a scheme on one tensor; ``BDIA(blend=1/16)`` by default.
+            several paths for several lists. By default, the longest list of blocks of one class.
+        scheme: a scheme on one tensor; ``BDIA(blend=1/16)`` by default.
         blocks: which of them, if some change the shape.
         options: of `Strategy`: ``backprop``, ``exact``, ``anchor_every``, ``verify``. A blend below 1/2 implies ``exact``:
             unless given, its bits are chosen from the states of the first batch, in which each block keeps its input.
@@ -94,7 +94,7 @@ def convert(
 
 
 def revert(model: Model) -> Model:
-    """Undo `convert`: the blocks run as before; return the model, which is changed.
+    """Undo `convert`: run the blocks as before; return the model, which is changed.
 
     **Warning:** with another scheme than `BDIA`, a model that was trained as converted computes something else afterwards.
 
@@ -123,6 +123,6 @@ def revert(model: Model) -> Model:
 
 
 def conversions_in(model: nn.Module) -> list[Conversion]:
-    """Return what the converted blocks of a model share, once each."""
+    """Return the `Conversion` of each list of converted blocks, once each."""
     shared = {id(block._revode[0]): block._revode[0] for block in model.modules() if isinstance(block, Converted)}
     return list(shared.values())

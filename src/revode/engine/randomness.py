@@ -172,7 +172,7 @@ def _python_shows_its_words() -> bool:
 
 
 def _python_stream(key: Hashable, source: random.Random) -> Stream:
-    """Return the RNG of a ``random.Random``. Python takes 12 µs to read its state, so the words behind it are compared first."""
+    """Return the RNG of a ``random.Random``. Its state takes 12 µs to read in Python, so its words are compared first."""
     words = _words_of(source) if type(source) is random.Random and _python_shows_its_words() else None
 
     def read() -> tuple[Any, bytes]:

@@ -196,7 +196,7 @@ class _Kind:
     def linearize(
         self, q: Tensor, tensors: Sequence[Tensor], statistics: Sequence[Tensor] = (), running: Sequence[Tensor] = ()
     ) -> list[Tensor]:
-        """Return F(q) and the record, with these statistics or the batch's own; the latter are counted among the running ones."""
+        """Return F(q) and the record, with these statistics; or with the batch's own, counted among the running ones."""
         n, m = self._num_tensors, self._num_tensors + len(statistics)
 
         def linearize(q: Tensor, *rest: Tensor) -> list[Tensor]:
