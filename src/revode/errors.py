@@ -13,9 +13,6 @@ def unknown(kind: str, name: str, choices: Iterable[str], way_out: str = "") -> 
     ValueError("unknown color 'gren'; nearest: green; choose one of green, blue")
 
     Args:
-        kind: what was named, as ``"data set"``.
-        name: the name.
-        choices: the names that exist.
         way_out: where all names are found; unless given, they are listed.
     """
     choices = list(choices)

@@ -144,12 +144,7 @@ class AntisymmetricField(KnownField):
     >>> AntisymmetricField(4, norm="batch")(torch.randn(2, 4, 8, 8)).shape
     torch.Size([2, 4, 8, 8])
 
-    Args:
-        channels: channels of y.
-        activation: σ, by name or as a callable.
-        norm: a name of `NORMS`: the map N between K - K' and σ.
-        kernel_size: odd kernel size, or one for each dimension.
-        ndim: spatial dimensions, 1 to 3; 0 for vectors in the last dimension.
+    The arguments are as for `SymmetricField`; N stands between K - K' and σ.
     """
 
     def __init__(
@@ -202,12 +197,7 @@ class OneLayerField(nn.Module):
     >>> ReversibleSequence(OneLayerField.pair(4), Verlet(h=0.1))(torch.randn(1, 8, 8, 8)).shape
     torch.Size([1, 8, 8, 8])
 
-    Args:
-        channels: channels of y.
-        activation: σ, by name or as a callable.
-        kernel_size: odd kernel size, or one for each dimension.
-        ndim: spatial dimensions, 1 to 3; 0 for vectors in the last dimension.
-        transposed: whether K' stands in place of K.
+    The other arguments are as for `SymmetricField`.
     """
 
     def __init__(

@@ -42,9 +42,8 @@ def write_atomically(path: Path, data: str | bytes | memoryview, keep_as: Path |
 def unwritable(path: Path, error: Exception) -> ValueError:
     """Return the error for a file that cannot be written, in one sentence.
 
-    >>> raise unwritable(Path("a.txt"), OSError("disk full"))
-    Traceback (most recent call last):
-    ValueError: cannot write a.txt (disk full); what was there before is intact: make room, or write elsewhere
+    >>> str(unwritable(Path("a.txt"), OSError("disk full"))).partition(";")[0]
+    'cannot write a.txt (disk full)'
     """
     reason = getattr(error, "strerror", None) or error
     return ValueError(f"cannot write {path} ({reason}); what was there before is intact: make room, or write elsewhere")

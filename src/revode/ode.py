@@ -109,9 +109,7 @@ class Increment(nn.Module):
         return value.to(y.dtype)
 
     def forward(self, q: Tensor, *, span: tuple[Any, Any], begin: float, until: float) -> Tensor:
-        """Return Ψ at q from one fraction of `span`, the time between two outputs, to another; in a step back to an earlier
-        one.
-        """
+        """Return Ψ at q from one fraction of `span`, the time between two outputs, to another."""
         h, slopes = (until - begin) * (span[1] - span[0]), []
         for c, row in zip(self.tableau.c, self.tableau.a, strict=True):
             y = q + h * _sum(row, slopes) if row else torch.ops.aten.alias(q)

@@ -26,8 +26,8 @@ _CONV_TRANSPOSE = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_trans
 def needs_float32(x: Tensor, kernel: Tensor, dtype: torch.dtype) -> bool:
     """Return True if torch's 3-d convolution of x in `dtype` may write wild gradients, and has to run in float32.
 
-    On CPUs with bfloat16 instructions torch 2.13 gets the weight's gradient wrong, and writes past its end, where an axis of
-    the image is shorter than the kernel.
+    This is so on CPUs with bfloat16 instructions where an axis of the image is shorter than the kernel. There torch 2.13 gets
+    the weight's gradient wrong, and writes past its end.
 
     >>> needs_float32(torch.ones(1, 1, 2, 8, 8), torch.ones(1, 1, 3, 3, 3), torch.bfloat16)
     True
@@ -134,7 +134,6 @@ class Conv(LinearOperator):
         in_channels: channels of x.
         out_channels: channels of Kx; ``in_channels`` unless given.
         kernel_size: odd kernel size, or one for each dimension.
-        ndim: number of spatial dimensions.
     """
 
     channel_dim = 1
@@ -264,14 +263,10 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class DroppedActivation(nn.Dropout):
-    """An activation σ followed by dropout.
+    """An activation σ, by name or as a callable, followed by dropout of the share `p`.
 
     >>> DroppedActivation("relu", 0.5).eval()(torch.tensor([-1.0, 2.0]))
     tensor([0., 2.])
-
-    Args:
-        activation: σ, by name or as a callable.
-        p: the share that is dropped in training.
     """
 
     def __init__(self, activation: Activation, p: float) -> None:
@@ -302,7 +297,7 @@ class TVNorm(nn.Module):
     """Meganet's norm y / sqrt(Σ_channels y² + eps), then a scale and a shift per channel; independent of the batch.
 
     The scale starts at sqrt(channels), for unit variance of the output at any width. From 1 on a wide field hardly moves its
-    state (on the digits leapfrog-26 reaches 21 % in 4 epochs from 1, 55 % from sqrt(channels)).
+    state: leapfrog-26 reaches 21 % on the digits in 4 epochs, and 55 % from sqrt(channels).
 
     >>> TVNorm(8)(torch.randn(2, 8, 4, 4)).square().mean().item()  # doctest: +ELLIPSIS
     0.99...
@@ -364,15 +359,10 @@ NORMS = {
 
 
 def make_norm(norm: str, channels: int, ndim: int = 2) -> nn.Module:
-    """Return the per-channel map N between K and σ.
+    """Return the per-channel map N between K and σ; `norm` is a name of `NORMS`, and `ndim` 0 for vectors.
 
     >>> make_norm("group", channels=8)(torch.randn(2, 8, 4, 4)).shape
     torch.Size([2, 8, 4, 4])
-
-    Args:
-        norm: a name of `NORMS`.
-        channels: how many channels it acts on.
-        ndim: spatial dimensions; 0 for vectors in the last dimension.
     """
     if norm not in NORMS:
         raise ValueError(f"norm must be one of {', '.join(map(repr, NORMS))}, got {norm!r}")

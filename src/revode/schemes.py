@@ -79,8 +79,7 @@ class Coupling:
     """The coefficients of q' = carry * p + keep * q + gain * F(q).
 
     >>> coupling, p, q = Coupling(carry=0.5, keep=0.0, gain=2.0), torch.ones(2), torch.ones(2)
-    >>> q_next = coupling.step(p, q, u=q.tanh())
-    >>> coupling.reverse(q, q_next, u=q.tanh())
+    >>> coupling.reverse(q, q_next=coupling.step(p, q, u=q.tanh()), u=q.tanh())
     tensor([1., 1.])
     """
 
@@ -112,14 +111,9 @@ class Coupling:
     def step(
         self, p: Tensor | None, q: Tensor, u: Tensor, rounding: Rounding | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """Return the new state q' from p, q and u = F(q).
+        """Return the new state q' from p, q and u = F(q). Without p its term is absent, as in a start.
 
-        Args:
-            p: the older state; None leaves out its term, as in a start.
-            q: the newer state.
-            u: the branch's value at q.
-            rounding: rounds the increment before it is added.
-            out: where to write; u itself if nobody else needs u.
+        `rounding` rounds the increment before it is added. `out` may be u itself if nobody else needs u.
         """
         p = None if is_number(self.carry, 0.0) else p
         if p is not None and rounding is None and is_number(self.carry, 1.0) and is_number(self.keep, 0.0):
@@ -214,13 +208,9 @@ class Scheme(abc.ABC):
         """Return the coefficients for the field at `index`."""
 
     def couplings(self, number: int, q: Tensor, started: bool, first: int = 0) -> list[Coupling]:
-        """Return the coefficients of one call.
+        """Return the coefficients of one call: `number` branches from the index `first` on, for states like q.
 
-        Args:
-            number: how many branches.
-            q: the state at entry; its first dimension counts the samples.
-            started: whether the call begins with a pair.
-            first: the index of the first branch.
+        `started` is True if the call begins with a pair.
         """
         couplings = [self.coupling(first + index) for index in range(number)]
         return couplings if started else [self.starting(), *couplings[1:]]
@@ -230,9 +220,7 @@ class Scheme(abc.ABC):
         raise ValueError(f"{type(self).__name__} has no start: its pair is the two halves of the input")
 
     def dim_to_halve(self, shape: Sequence[int], split_dim: int | None) -> int:
-        """Return the dimension whose halves are the pair: the given one, else that of the channels. Raise if the shape is
-        ambiguous.
-        """
+        """Return the dimension whose halves are the pair: as given, else the channels. Raise if the shape is ambiguous."""
         num_dims = len(shape)
         if split_dim is not None:
             if not -num_dims <= split_dim < num_dims:
@@ -535,14 +523,10 @@ SCHEMES: dict[str, type[Scheme]] = {
 
 
 def create_scheme(name: str, **options: Any) -> Scheme:
-    """Return the scheme of this name in `SCHEMES`, built with those of the options that it takes.
+    """Return the scheme of this name in `SCHEMES`, built with those of the options that it takes and that are not None.
 
     >>> create_scheme("midpoint", h=0.5, blend=0.25), create_scheme("additive", h=0.5)
     (MidPoint(h=0.5, start='euler', blend=0.25), AdditiveCoupling())
-
-    Args:
-        name: a name in `SCHEMES`.
-        options: arguments of schemes; None leaves the scheme its default.
     """
     if name not in SCHEMES:
         raise unknown("scheme", name, SCHEMES)

@@ -85,23 +85,16 @@ class KnownField(nn.Module, abc.ABC):
     def linearize(
         self, q: Tensor, dtype: torch.dtype, normalize: Normalize, needs_value: bool = True
     ) -> tuple[Tensor | None, Record]:
-        """Return u = F(q) in `dtype` if wanted, and the record that ``product`` needs.
+        """Return u = F(q) in `dtype`, that of convolutions, and the record that ``product`` needs; `normalize` applies a norm.
 
-        Args:
-            q: the state.
-            dtype: the dtype of convolutions, and of u.
-            normalize: how to apply a norm.
-            needs_value: whether u is wanted; if not, it may be None.
+        Without `needs_value` u may be None.
         """
 
     @abc.abstractmethod
     def product(self, q: Tensor, g: Tensor, record: Record) -> tuple[Tensor, list[Tensor]]:
         """Return the VJPs of g by q and by each of ``tensors()``, in their dtypes.
 
-        Args:
-            q: the state.
-            g: a co-state of the same dtype and strides.
-            record: the record of ``linearize`` at q; some of it may be written over.
+        g is a co-state of the dtype and strides of q. Some of `record`, from ``linearize`` at q, may be written over.
         """
 
     def vjp(

@@ -35,7 +35,6 @@ def blocks_of(model: nn.Module, path: str | None = None) -> tuple[Any, str]:
 
 
 _MOST_NAMED = 10
-"""Lists of blocks that a message names."""
 
 
 def _outermost(names: Iterable[str]) -> list[str]:

@@ -72,9 +72,7 @@ class Conversion:
         return None if self.chooses_bits else self.strategy.grid_for(scheme)
 
     def watch(self, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        """Warn if the model trained past its blocks; raise if it misses a cache that was asked for. A forward hook of the
-        model.
-        """
+        """Warn if the model trained past its blocks; raise if it misses a cache that was asked for. (A hook of the model.)"""
         before, left_out, name = self.num_calls_before, self.leaves_out_cache, type(model).__name__
         self.num_calls_before, self.leaves_out_cache = self.num_calls, False
         if left_out and (kwargs.get("use_cache") or any(map(is_cache, kwargs.values()))):
@@ -130,7 +128,7 @@ def _head_of(x: Tensor) -> Head | None:
 class _TakeBack(torch.autograd.Function):
     """The state q of which x is the copy that was handed out in a lower precision.
 
-    The gradient goes both ways: rounded through x, which hooks on x see, and the rest through q.
+    Hooks on x see the rounded gradient; the rest of the gradient goes to q.
     """
 
     @staticmethod
@@ -184,7 +182,7 @@ class _BlockEvaluation(Replayed):
                 "the shape, as by blocks=slice(1, None), or give the path of another list"
             )
         self.handed_dtype = y.dtype
-        looks = y.requires_grad and q.requires_grad and self.context.warns_of("skip")  # once
+        looks = y.requires_grad and q.requires_grad and self.context.warns_of("skip")
         if looks and not adds(y, q, lambda name: not name.startswith(_MIXING)):
             warnings.warn(
                 f"{self.name} has no skip connection: if the model adds it, as in x = x + block(x), the converted model "
@@ -288,8 +286,8 @@ def _step(block: Any, scheme: Scheme, args: tuple[Any, ...], kwargs: dict[str, A
     finally:
         context.close()
     assert isinstance(evaluation, _BlockEvaluation)
-    handed: Any = q.to(evaluation.handed_dtype, copy=True)  # the loop may change it, and the walk keeps its own
-    if head is not None:  # nobody goes on from there
+    handed: Any = q.to(evaluation.handed_dtype, copy=True)  # the loop may change its copy; the walk keeps q
+    if head is not None:  # only one block may continue from there
         head.is_used, head.path, head.p, head.q = True, None, None, head.handed
     handed._revode_head = Head(path, p, q, index + 1, grid, handed.detach(), version_of(handed))
     if handed.grad_fn is not None:

@@ -31,10 +31,9 @@ def convert(
     Parameters, the keys of the ``state_dict``, the model's own loop and its hooks stay. With `BDIA` the model in eval mode is
     the unconverted one, bit for bit. With other schemes it is another network with the same weights, to be fine-tuned.
 
-    Beside one float32 pair, 1, 2, 4, 4, 8 or 8 bits are kept of each element and block for a blend of 2^-1 to 2^-6, and none
-    for ``MidPoint(h)``. Training a trained model on with BDIA's signs costs quality: 0.1 % of the loss with the default, 5.6 %
-    with ±1/2 (docs/transformers.md). For an untrained model use `MidPoint`, or write it with `AdditiveCoupling`, at no such
-    cost.
+    Beside one float32 pair, bits are kept of each element and block: 1, 2, 4, 4, 8 or 8 for a blend of 2^-1 to 2^-6, none for
+    ``MidPoint(h)``. Training a trained model on with BDIA's signs costs quality: 0.1 % of the loss with the default, 5.6 % with
+    ±1/2 (docs/transformers.md). For an untrained model use `MidPoint`, or write it with `AdditiveCoupling`, at no such cost.
 
     >>> layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, norm_first=True)
     >>> model = convert(nn.TransformerEncoder(layer, 12, enable_nested_tensor=False))
@@ -73,7 +72,7 @@ def convert(
             raise ValueError(f"{name} is converted already: revode.revert the model first")
         if isinstance(block, torch.jit.ScriptModule):
             raise ValueError(f"{name} is TorchScript code, which cannot be converted: give the module it was made from")
-    amplifies = scheme.shift is not None and 0.0 < abs(scheme.carry) < 0.5  # rounding, by 1 / |carry| at each step back
+    amplifies = scheme.shift is not None and 0.0 < abs(scheme.carry) < 0.5  # rounding grows by 1 / |carry| a step back
     chooses_bits = amplifies and "exact" not in options and strategy.backprop == "reversible"
     distinct = {block: name for name, block in reversed(chosen.items())}  # a block may be in the list twice
     conversion = Conversion(scheme, strategy, chooses_bits)

@@ -26,7 +26,6 @@ class Template:
         self._leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
     def __len__(self) -> int:
-        """Return how many tensors `fill` takes."""
         return len(self._places)
 
     def fill(self, tensors: Sequence[Tensor]) -> Any:
@@ -54,7 +53,6 @@ class Arguments:
             self.versions = [version_of(tensor) for tensor in self.tensors]
 
     def detached(self) -> dict[str, Any]:
-        """Return the keyword arguments around detached tensors."""
         return self._template.fill(self.tensors) if self.given else {}
 
     def tracked(self, wanted: bool) -> tuple[dict[str, Any], list[Tensor]]:
@@ -86,7 +84,7 @@ _PLAIN = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device
 def objects_in(value: Any) -> list[Any]:
     """Return an object and everything in it, at any depth, except the contents of modules and classes."""
     found, met = [value], set[int]()
-    for each in found:  # which grows
+    for each in found:  # the list grows meanwhile
         if id(each) not in met and not isinstance(each, (Tensor, nn.Module, type, *_PLAIN)):
             met.add(id(each))
             found.extend(_held_by(each))

@@ -37,7 +37,6 @@ class DriftWarning(UserWarning):
 
 
 def _signs(number: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return fixed pseudo-random signs: a bit of a hash of each place."""
     i = (torch.arange(1, number + 1, device=device) * 0x9E3779B1) & 0xFFFFFFFF
     i = ((i ^ (i >> 15)) * 0x85EBCA77) & 0xFFFFFFFF
     return (1 - 2 * ((i ^ (i >> 13)) & 1)).to(dtype)
@@ -50,9 +49,7 @@ def fingerprint(x: Tensor, exactly: bool) -> Tensor:
     """Return 32 sums of the elements of x with fixed signs. The distance of two fingerprints is that of the tensors, in
     expectation.
 
-    Args:
-        x: a dense tensor; elements are taken as they lie in memory.
-        exactly: whether to sum without rounding, for states on the grid.
+    `exactly` sums without rounding, for states on the grid.
     """
     signs = _signs if torch.compiler.is_compiling() else _signs_again
     flat = elements(x)
@@ -102,7 +99,6 @@ def rounding(dtype: torch.dtype, num_branches: int) -> float:
 
 
 def largest_distance(dtype: torch.dtype, exactly: bool) -> float:
-    """Return the distance above which a walk back was wrong."""
     return 0.0 if exactly else RAISE_ABOVE.get(dtype, RAISE_ABOVE_OTHERWISE)
 
 
@@ -118,7 +114,6 @@ def judge(distances: list[float], dtype: torch.dtype, exactly: bool, where: str,
 
     Args:
         distances: relative distances; NaN is ignored (states were not finite).
-        dtype: of the states.
         exactly: whether states were on the grid.
         where: the segment, for the message.
         warned: called before a warning; returns True if the sequence has warned before.

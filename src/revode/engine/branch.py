@@ -45,8 +45,6 @@ class Context:
     """The things that the branches of one forward pass share.
 
     Args:
-        device: the device of the states.
-        grid: the grid of the states, for exact reversing.
         keeps_aux: whether the aux of branches that return ``(u, aux)`` is wanted.
         compiled: whether fields that give their own VJP run compiled.
         hint: ends the message of a failing branch.
@@ -80,7 +78,6 @@ class Context:
         return first
 
     def note(self, state: Tensor | None, where: str) -> None:
-        """Note the size of a state on the grid."""
         if self.flags is not None and state is not None:
             self.flags.note(state, where)
 
@@ -104,7 +101,6 @@ def known_field(branch: nn.Module, q: Tensor, context: Context, has_arguments: b
 
 
 def branch_name(index: int, branch: nn.Module) -> str:
-    """Return the name of a branch for messages."""
     return f"branch {index} ({type(branch).__name__})"
 
 
@@ -144,11 +140,7 @@ class Evaluation:
     def evaluate(self, q: Tensor, kwargs: dict[str, Any], call: Call, *, once: bool = True) -> tuple[Tensor, Any]:
         """Return u = F(q) through `call`, in the state's shape, dtype and strides; and the branch's aux, if any.
 
-        Args:
-            q: the state.
-            kwargs: keyword arguments, some of which the branch takes.
-            call: how to evaluate the branch.
-            once: False if the branch will be evaluated again, so that it must not change its arguments.
+        `once` is False if the branch will be evaluated again, so that it must not change its arguments.
         """
         kwargs = self.taken(kwargs)
         if self.context.traced:
@@ -201,7 +193,6 @@ class Evaluation:
         return with_strides(u, q.stride()), aux
 
     def warn_of_lost_aux(self, aux: Any) -> None:
-        """Warn once that a training step drops the aux of the branch."""
         if aux is not None and self.branch.training and not self.context.traced and self.context.warns_of("aux"):
             warnings.warn(
                 f"{self.name} returned (u, aux), and nobody asked for the aux, so a loss in it trains nothing: call with "
@@ -314,17 +305,9 @@ class Replayed(Evaluation):
     def vjp(
         self, q: Tensor, g: Tensor | None, g_aux: Sequence[Tensor | None], coupling: Coupling, needs_value: bool
     ) -> tuple[Tensor | None, Sequence[Tensor | None], Factor]:
-        """Return u = F(q) and the VJPs of g through a F: by q, then by each of ``tensors``.
+        """Return u = F(q), the VJPs of g through a F by q and by each of ``tensors``, and a factor that the VJPs still lack.
 
-        Args:
-            q: the state.
-            g: the gradient by q'.
-            g_aux: gradients by the tensors of the branch's aux.
-            coupling: its gain is a.
-            needs_value: whether u is wanted.
-
-        Returns:
-            u; the VJPs, or nothing; and a factor that the VJPs still lack.
+        g is the gradient by q', `g_aux` has those by the tensors of the aux, and a is the gain of `coupling`.
         """
         wanted = g is not None or any(grad is not None for grad in g_aux)
         if not (wanted or needs_value):
@@ -367,8 +350,7 @@ class Replayed(Evaluation):
     def _leaves(self, wanted: bool) -> tuple[list[Tensor], dict[str, Tensor] | None]:
         """Return the parameters to differentiate for, and the tensors to lend the branch in place of its own, if any.
 
-        A branch's own parameters serve as leaves if nothing distinguishes them from those of the forward pass and no hook on
-        them would be called twice.
+        A branch's own parameters serve as leaves if they are as in the forward pass, and no hook on them would be called twice.
         """
         trained, own = self.trained, self.parameters
         for (home, key, name), then in zip(self.record.contents.parameters, own.values(), strict=True):
@@ -382,9 +364,8 @@ class Replayed(Evaluation):
             return [leaves[name] for name in trained], {name: alias(leaf) for name, leaf in leaves.items()}
 
     def _look_at_graph(self, outputs: Sequence[Tensor], leaves: Sequence[Tensor], coupling: Coupling) -> None:
-        """Raise if an output depends on an unknown tensor that requires grad, since its gradient would be lost.
-
-        Warn once of a branch that contains its own skip connection.
+        """Raise if an output depends on an unknown tensor that requires grad; warn once of a branch with its own skip
+        connection.
         """
         contents = self.record.contents
         if contents.is_known and contents.has_skip is not None:

@@ -46,16 +46,12 @@ class BranchReport:
 def check_branch(branch: nn.Module, x: Tensor, **kwargs: Any) -> BranchReport:
     """Return the reasons why a branch cannot be recomputed exactly, or does not get its gradients.
 
-    A copy of the branch is run in forward, and recomputed as in backward: at once, after random numbers were drawn, on another
-    thread, under other autocast and settings of torch. Neither the branch nor any RNG state changes.
+    A copy of the branch is run in forward on x, without a skip connection, and recomputed as in backward: at once, after random
+    numbers were drawn, on another thread, under other autocast and settings of torch. Neither the branch nor any RNG state
+    changes.
 
     >>> print(check_branch(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1)), torch.randn(2, 4)))
     the branch can be recomputed: nothing was found
-
-    Args:
-        branch: the module, without a skip connection.
-        x: an input of the branch.
-        kwargs: its keyword arguments.
     """
     findings: list[str] = []
     with _undisturbed(), torch.no_grad(), warnings.catch_warnings(record=True) as caught:

@@ -26,10 +26,7 @@ class OutOfRange(ValueError):
 
 
 class _RoundToGrid(torch.autograd.Function):
-    """round(a x 2^k) / 2^k with the gradient of a x.
-
-    Multiplying by 2^k is exact, so that a 2^k makes one factor without changing a bit.
-    """
+    """round(a x 2^k) / 2^k with the gradient of a x. (Multiplying by 2^k is exact, so that a 2^k may be one factor.)"""
 
     generate_vmap_rule = True
 
@@ -116,7 +113,6 @@ def bytes_kept(shift: int, num_elements: int) -> int:
 
 
 def _places(shift: int, device: torch.device) -> Tensor:
-    """Return the shift in bits of each of the remainders that share a byte."""
     width = bits_kept(shift)
     return torch.arange(0, 8, width, device=device, dtype=torch.uint8)
 
@@ -152,10 +148,7 @@ class Grid:
     def shrink(self, x: Tensor, shift: int, up: bool) -> Tensor:
         """Return m of x = 2^shift m + r, the grid point nearest to x / 2^shift; the gradient is that of x / 2^shift.
 
-        Args:
-            x: a state on the grid.
-            shift: n of the factor 2^-n.
-            up: whether to round a tie up. Walks alternate, so that ties do not add up to a drift.
+        `up` rounds ties up. Walks alternate, so that ties do not add up to a drift.
         """
         return _ShrinkOnGrid.apply(x, 2.0**self.bits, _offset(shift, up), 2.0**-shift)  # type: ignore[return-value]
 
@@ -215,7 +208,6 @@ class RangeFlags:
         self.note_magnitude(magnitude(state), state.dtype, where)
 
     def note_magnitude(self, magnitude: Tensor, dtype: torch.dtype, where: str) -> None:
-        """Note the largest magnitude in a state of `dtype` at this place."""
         self._limit = self.grid.limit(dtype)
         self._magnitudes.append(magnitude)
         self._places.append(where)
@@ -228,7 +220,6 @@ class RangeFlags:
             post(torch.stack(magnitudes), lambda found: self._judge(found, places))
 
     def _judge(self, magnitudes: list[float], places: list[str]) -> None:
-        """Raise for the first state that is out of range."""
         for magnitude, where in zip(magnitudes, places, strict=True):
             if not magnitude < self._limit:
                 found = "NaN" if magnitude != magnitude else f"magnitude {magnitude:.4g}"

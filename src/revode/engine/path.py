@@ -1,9 +1,9 @@
 """The path of one forward pass through branches. Each branch is one autograd node that saves no activations.
 
 A node takes the pair and returns the pair, so that it adds the gradients of both members itself. The walk keeps the newest
-pair, and pairs at anchors. The node of step k needs the pair behind step k, which is at hand when the node of step k + 1 has
-just run. Otherwise it is rebuilt from the next pair that was kept (a loss on a state in the middle, a part of the gradients, a
-second try after an exception). So every order of backward passes is right.
+pair, and pairs at anchors. The node of step k needs the pair behind step k. That pair is at hand when the node of step k + 1
+has just run. Otherwise it is rebuilt from the next pair that was kept: for a loss on a state in the middle, a part of the
+gradients, or a second try after an exception. So every order of backward passes is right.
 """
 
 from __future__ import annotations
@@ -61,11 +61,7 @@ class Path:
     def run(self, branch: nn.Module, make: Callable[[], Step], p: Tensor | None, q: Tensor) -> tuple[State, Any]:
         """Return the pair behind a step, and the branch's aux; the step becomes one node of autograd's graph.
 
-        Args:
-            branch: the branch of the step.
-            make: makes the step. It is called where the parameters of a sharded branch are whole.
-            p: the older state, if there is one.
-            q: the newer state.
+        `make` makes the step. It is called where the parameters of a sharded branch are whole.
         """
 
         def run(p: Tensor | None, q: Tensor) -> tuple[State, Any]:
@@ -117,7 +113,7 @@ class Path:
             self.first, self.kept = step.position, {}
 
     def _apply(self, step: Step, p: Tensor | None, q: Tensor) -> Any:
-        tensors = step.tensors()  # all of them require a gradient
+        tensors = step.tensors()  # each requires a gradient
         step.has_gradient = bool(tensors) or q.requires_grad or (p is not None and p.requires_grad)
         return _Node.apply(self, step, p, q, *tensors)
 
@@ -172,7 +168,7 @@ class Path:
         arguments = {id(step.evaluation.arguments): step.evaluation.arguments for step in self.steps}
         holders = [step for step in self.steps if step.own_tensors() != [None]]
         for counter in memory.watching:
-            counter.note_walk(self.token, (), ())  # from now on hooks see it
+            counter.note_walk(self.token, (), ())  # hooks on saved tensors count them now
         self._layout = list(self.kept), holders, list(arguments.values())
         tensors: list[Tensor | None] = [tensor for pair in self.kept.values() for tensor in pair]
         for step in holders:
@@ -189,7 +185,6 @@ class Path:
         return pairs + [tensor for step in self.steps for tensor in step.tensors_kept()]
 
     def _drop(self) -> None:
-        """Free the packed tensors."""
         self.kept, self._versions, self._at_hand, self._end = {}, {}, None, None
         _, holders, arguments = self._layout
         for step in holders:

@@ -1,8 +1,8 @@
 """RNG states that a branch may draw from: read, compared, restored.
 
 Covered are torch's global generators (of the CPU and of the state's device), those of Python's ``random`` and of NumPy, and
-generators of all three that a branch holds or is given: as attributes, in containers, in plain helper objects, in
-``functools.partial``, or as globals that its ``forward`` names.
+generators that a branch holds or is given. They may be attributes, or lie in containers, plain helper objects and
+``functools.partial``, or be globals that its ``forward`` names.
 """
 
 from __future__ import annotations
@@ -186,9 +186,7 @@ def _python_stream(key: Hashable, source: random.Random) -> Stream:
 
 
 def _numpy_stream(key: Hashable, source: Any) -> Stream:
-    """Return the RNG of a ``RandomState``. Its state takes NumPy 60 µs to read. Its words take less than one, and move with
-    every number drawn but for a normal one kept in store.
-    """
+    """Return the RNG of a ``RandomState``. Its state takes 60 µs to read, its words below 1. A stored normal moves no word."""
     bits = source._bit_generator
     words = (
         (ctypes.c_uint32 * 625).from_address(bits.ctypes.state_address) if type(bits).__name__ == "MT19937" else None

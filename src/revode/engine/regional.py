@@ -62,9 +62,7 @@ class CompiledField:
         self.statistics: Sequence[Tensor] = ()
 
     def step(self, p: Tensor | None, q: Tensor, coupling: Coupling, grid: Grid | None) -> Sequence[Tensor]:
-        """Return the next state, and on the grid its magnitude; keep statistics for ``back`` and count them among the running
-        ones.
-        """
+        """Return the next state, and on the grid its magnitude; keep statistics for ``back`` and update the running ones."""
         coupled, self.statistics = self.kind.step(p, q, self.tensors, self.running, coupling, grid)
         return coupled
 
@@ -75,12 +73,7 @@ class CompiledField:
         return self.kind.back(q, q_next, gp, gq, self.tensors, self.statistics, coupling, grid)
 
     def stored(self, q: Tensor, counts: bool = True) -> Tensor:
-        """Return F(q) as a node of autograd's graph, if there is one. The node keeps the record of the VJP.
-
-        Args:
-            q: the state.
-            counts: whether its statistics count for the running ones.
-        """
+        """Return F(q) as a node of autograd's graph, if there is one; `counts` updates the running statistics."""
         return _Stored.apply(self, q, counts, *self.tensors)  # type: ignore[return-value]
 
 
@@ -269,7 +262,6 @@ def _compile(function: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) ->
 
 
 def _lend(field: KnownField, tensors: Sequence[Tensor]) -> None:
-    """Have `field` compute with these tensors in place of its parameters."""
     for (parameters, name), tensor in zip(field.slots(), tensors, strict=True):
         parameters[name] = tensor
 

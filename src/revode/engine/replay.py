@@ -35,7 +35,7 @@ from revode.engine.randomness import (
 from revode.engine.settings import Autocast
 
 Call = Callable[[Tensor, dict[str, Any]], Any]
-"""How to evaluate a branch: (q, kwargs) -> u."""
+"""Evaluation of a branch: (q, kwargs) -> u."""
 SMALL = 4096
 """Elements of a buffer that is copied before every call; a larger one only if calls are known to change it."""
 
@@ -45,24 +45,23 @@ class _Calls(threading.local):
 
     def __init__(self) -> None:
         self.stack: list[tuple[Record, Iterator[Tensor] | None]] = []
-        """Records of the branches under evaluation, each with the kept values left to read; None in forward, where they are
-        written.
-        """
+        """Records of the branches under evaluation, each with the kept values left to read; None in forward."""
 
 
 _calls = _Calls()
 
 
 def is_replaying() -> bool:
-    """Return whether this thread is recomputing a branch."""
+    """Return True if this thread is recomputing a branch."""
     return any(kept is not None for _, kept in _calls.stack)
 
 
 def keep(value: Any) -> Any:
     """Keep a tensor inside a branch, and return the kept one in the branch's recomputation.
 
-    Use it for decisions that must not be taken twice, such as the experts that a router chooses among equals, and for kernels
-    whose results differ from run to run. Gradients pass through. Kept tensors cost memory, which `revode.memory` counts.
+    Use it for decisions that must not be taken twice, such as the experts that a router chooses among equals. Use it also for
+    kernels whose results differ from run to run. Gradients pass through. Kept tensors cost memory, which `revode.memory`
+    counts.
 
     >>> class Router(nn.Module):
     ...     def __init__(self):
@@ -247,11 +246,7 @@ def _call_as_recomputed(
 class Record:
     """The RNG states, buffers and modes of one branch in forward, and its replay.
 
-    Args:
-        contents: what the branch holds.
-        autocast: the autocast state of the call.
-        streams: the RNG states along this walk.
-        to_the_bit: whether the branch must give the bits that its recomputation will give.
+    `to_the_bit` is True if the branch must give the bits that its recomputation will give.
     """
 
     __slots__ = (
@@ -390,8 +385,8 @@ def _recall(branch: nn.Module, call: Call, q: Tensor, kwargs: dict[str, Any], le
 
 
 def _rests(slot: Slot, buffer: Tensor, version: int | None, copies: dict[str, Tensor]) -> bool:
-    """Return True if a buffer is unchanged. ``buffer.data`` is written without a version, so a small one is compared: on a CPU
-    only, since elsewhere the answer has to be waited for (there the check at the end of the walk back tells).
+    """Return True if a buffer is unchanged. ``buffer.data`` has no version, so on a CPU a small buffer is compared. Elsewhere
+    the comparison would wait for the device, and the check at the end of the walk back tells.
     """
     if slot.tensor is not buffer or version_of(buffer) != version:
         return False

@@ -126,10 +126,8 @@ class ReversibleSequence(nn.Module):
     def states_back(self, state: State, *, started: bool | None = None, **kwargs: Any) -> Iterator[OpenState]:
         """Yield the pairs that the walk back rebuilds: the final one, and before each branch from the last on.
 
-        Args:
-            state: the pair that ``forward(..., return_state=True)`` returned.
-            started: whether forward went on from a pair; by default it does so only in schemes that split their input.
-            kwargs: the keyword arguments of forward.
+        `state`, and `kwargs` of forward, are as for ``inverse``. `started` is True if forward went on from a pair; by default
+        it does so only in schemes that split their input.
         """
         q, q_next = self._check_pair(state)
         self._check_invertible()
@@ -165,7 +163,6 @@ class ReversibleSequence(nn.Module):
         return self.scheme.undo_init((p, q), self.split_dim)
 
     def _first_pair(self, state: State, started: bool, kwargs: dict[str, Any]) -> OpenState:
-        """Return the last of ``states_back``."""
         *_, first = self.states_back(state, started=started, **kwargs)
         return first
 
@@ -235,7 +232,6 @@ class ReversibleSequence(nn.Module):
     def _run(
         self, p: Tensor | None, q: Tensor, kwargs: dict[str, Any], keeps_aux: bool, reversibly: bool
     ) -> tuple[State, list[Any]]:
-        """Return the final pair and the aux of the branches."""
         if not torch.compiler.is_compiling():
             arrival.check_arrived()
         call = self._call(p, q, kwargs, keeps_aux)
@@ -245,7 +241,7 @@ class ReversibleSequence(nn.Module):
             state = self._store(call, p, q, len(self.fields))
             assert state[0] is not None
             return (state[0], state[1]), call.aux
-        finally:  # a state out of range explains what a branch then makes of it
+        finally:  # an earlier state out of range explains the error of a branch
             call.context.close()
 
     def _walk(self, call: Pass, p: Tensor | None, q: Tensor) -> tuple[State, list[Any]]:

@@ -36,14 +36,12 @@ class Step:
         self.fingerprints: list[Tensor] = []
         """Fingerprints of q, and of u if a branch was replayed, where the walk back is to be verified."""
         self.aux: Any = None
-        """The template of the branch's aux."""
         self.has_gradient = True
         """True if an input of the step has a gradient; else it is never recomputed."""
         self.is_planned = False
         """True if the node is made before the step runs."""
         self.is_released = False
         self.position = 0
-        """The place of the step in its path."""
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that ``retreat`` gives gradients for."""
@@ -72,19 +70,15 @@ class Step:
             self.evaluation.record.kept = [next(following) for _ in self.evaluation.record.kept]
 
     def release(self) -> None:
-        """Free the tensors that the way back has used."""
         self.is_released = True
         self.remainder, self.fingerprints = None, []
         self.evaluation.release()
 
     def advance(self, p: Tensor | None, q: Tensor, watched: bool, keeps_remainder: bool) -> tuple[Tensor, Any]:
-        """Return q' = s p + c q + a F(q) in the strides of q, and the branch's aux.
+        """Return q' = s p + c q + a F(q) in the strides of q, and the branch's aux; p is None at the start of a scheme on one
+        tensor.
 
-        Args:
-            p: the older state; None at the start of a scheme on one tensor.
-            q: the newer state.
-            watched: whether to keep fingerprints of q and F(q).
-            keeps_remainder: whether the way back will need p.
+        `watched` keeps fingerprints of q and F(q), `keeps_remainder` the bits that the way back needs to find p.
         """
         evaluation = self.evaluation
         u, aux = evaluation.value(q, self.has_gradient)
@@ -104,12 +98,7 @@ class Step:
     ) -> tuple[Tensor | None, Tensor | None, Gradients]:
         """Return u = F(q), p if q' is given, and the gradients, from one evaluation of the branch.
 
-        Args:
-            q: the newer state before this step.
-            q_next: the state that this step made; None if p is not wanted.
-            gp: the gradient by the first member of the pair behind this step, which is q.
-            g: the gradient by its second member, q'.
-            g_aux: gradients by the tensors of the aux.
+        gp and g are the gradients by the pair (q, q') behind this step, `g_aux` those by the tensors of the aux.
         """
         evaluation, coupling, over_u = self.evaluation, self.coupling, self.evaluation.writes_over_value
         strides = q.stride()

@@ -52,7 +52,6 @@ class Pass:
         return u if self.context.grid is None or not u.requires_grad else gradient_in_strides(u)
 
     def couple(self, index: int, p: Tensor | None, q: Tensor, u: Tensor) -> Tensor:
-        """Return q' from u = F(q)."""
         q_next = advance(self.context, self.couplings[index], self.first + index, p, q, u)
         self.context.note(q_next, f"after {self._evaluation(index).name}")
         return q_next

@@ -87,7 +87,7 @@ class Strategy:
         if self.anchor_every is not None:
             return self.anchor_every * scheme.fields_per_step
         if carry == 1.0 or self.grid_for(scheme) is not None:
-            return num_branches  # none in between
+            return num_branches  # no anchors
         return max(1, math.floor(math.log(ROUNDING_GROWTH) / -math.log(carry))) * scheme.fields_per_step
 
     def __repr__(self) -> str:
@@ -97,4 +97,3 @@ class Strategy:
 
 
 OPTIONS = tuple(field.name for field in dataclasses.fields(Strategy))
-"""Names of the options of a strategy."""

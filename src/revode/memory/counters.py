@@ -25,16 +25,13 @@ def _storage_key(tensor: Tensor) -> tuple[str, int]:
 
 
 class SavedTensors:
-    """A context that counts the bytes saved for backward while it is entered.
+    """A context that counts the bytes saved for backward while it is entered, without those of tensors to `exclude`.
 
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     >>> with SavedTensors(exclude=model.parameters()) as saved:
     ...     y = model(torch.randn(2, 4))
     >>> saved.num_bytes  # the input and the output of tanh
     64
-
-    Args:
-        exclude: tensors that are alive anyway, usually ``model.parameters()``.
     """
 
     def __init__(self, exclude: Iterable[Tensor] = ()) -> None:
@@ -171,16 +168,11 @@ def graph_leaves(outputs: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def adds(y: Tensor, x: Tensor, leads_on: Callable[[str], bool]) -> bool:
-    """Return True if the graph of y reaches x by a way with an addition on it.
+    """Return True if the graph of y reaches x by a way with an addition on it, through nodes whose names `leads_on` allows.
 
     >>> x = torch.ones(2, requires_grad=True)
     >>> adds(x + x.tanh(), x, lambda name: True), adds(x.tanh(), x, lambda name: True)
     (True, False)
-
-    Args:
-        y: the end of the graph.
-        x: the tensor to look for.
-        leads_on: returns, for the name of a node, whether a way may go through it.
     """
     pending: list[tuple[Any, bool]] = [(y.grad_fn, False)]
     visited: set[tuple[Any, bool]] = set()
@@ -202,16 +194,11 @@ _ADDITIONS = ("AddBackward", "AddcmulBackward", "SubBackward")
 
 
 def graph_bytes(output: Tensor, inputs: Iterable[Tensor], exclude: Iterable[Tensor] = ()) -> int:
-    """Return the bytes that the graph from `inputs` to `output` has saved.
+    """Return the bytes that the graph from `inputs` to `output` has saved, without those of tensors to `exclude`.
 
     >>> x = torch.ones(2, requires_grad=True)
     >>> graph_bytes(x.tanh(), [x])
     8
-
-    Args:
-        output: the end of the graph.
-        inputs: tensors at which to stop; the graph before them is not counted.
-        exclude: tensors that are alive anyway.
     """
     seen = {_storage_key(tensor) for tensor in exclude}
     total = 0

@@ -181,10 +181,7 @@ class NormHead(LinearHead):
 
 
 class PointHead(nn.Module):
-    """Scores at every point: a convolution with kernel 1 on both members of a pair, drawn as `LinearHead` is.
-
-    The members are not joined, so that only the pair is kept, which its unit keeps anyway.
-    """
+    """Scores at every point: a convolution with kernel 1 on both members of a pair, which are not joined to save memory."""
 
     def __init__(self, channels: int, num_classes: int, ndim: int = 2) -> None:
         super().__init__()
@@ -202,13 +199,7 @@ class PointHead(nn.Module):
 
 
 class DeepHead(PointHead):
-    """Scores at each of several resolutions: a `PointHead` for the last pair, and one for each coarser pair before it.
-
-    Args:
-        channels: channels of each pair, the finest first.
-        num_classes: scores at a point.
-        ndim: spatial dimensions.
-    """
+    """Scores at each of several resolutions: a `PointHead` for the last pair, and for each coarser pair before it."""
 
     def __init__(self, channels: Sequence[int], num_classes: int, ndim: int = 2) -> None:
         super().__init__(channels[0], num_classes, ndim)
@@ -267,17 +258,8 @@ class Squeeze(nn.Module):
 
 
 class PreActivation(nn.Module):
-    """The residual branch of both baselines: norm, σ, conv, norm, σ, conv (He et al. 2016).
-
-    Args:
-        in_channels: channels of the input.
-        out_channels: channels of the output; ``in_channels`` unless given.
-        stride: of the first convolution.
-        leading: whether the first norm and σ are there; the very first branch of a network has neither.
-        norm: a name of `NORMS`.
-        activation: σ, by name or as a callable.
-        kernel_size: odd kernel size, or one for each dimension.
-        ndim: spatial dimensions.
+    """The residual branch of both baselines (He et al. 2016): norm, σ, conv, norm, σ, conv; without `leading` only the last
+    four.
     """
 
     def __init__(
@@ -321,9 +303,7 @@ class ResidualBlock(nn.Module):
 
 
 class StridedBlock(nn.Module):
-    """RevNet's first block of a later unit (Gomez et al. 2017): y' = s(y) + F(z), z' = s(z) + G(y'); not reversible. s pools
-    and pads.
-    """
+    """RevNet's first block of a later unit: y' = s(y) + F(z), z' = s(z) + G(y'), where s pools and pads. Not reversible."""
 
     def __init__(self, in_channels: int, out_channels: int, norm: str, activation: str, *, ndim: int = 2) -> None:
         super().__init__()

@@ -45,7 +45,6 @@ class Stage(nn.Module):
 
     Args:
         body: the sequence; any module from tensor to tensor if it is not reversible, and may be absent.
-        transition: the module behind the sequence.
         passes_pair: whether the transition gets the pair of the scheme, or its newest state.
     """
 
@@ -84,12 +83,6 @@ class StagedClassifier(nn.Module):
     >>> model = create_model("hamiltonian-14")
     >>> model(torch.randn(2, 3, 32, 32)).shape, model.num_layers
     (torch.Size([2, 10]), 14)
-
-    Args:
-        config: describes the network.
-        stem: image to features.
-        stages: the units.
-        head: features to scores.
     """
 
     def __init__(self, config: NetworkConfig, stem: nn.Module, stages: list[Stage], head: nn.Module) -> None:
@@ -131,10 +124,7 @@ class StagedClassifier(nn.Module):
             )
 
     def with_strategy(self, backprop: str, **changes: Any) -> StagedClassifier:
-        """Return a network of the same parts and parameters, under another strategy and without a memory budget.
-
-        `changes` are further options, as in ``ReversibleSequence.with_strategy``.
-        """
+        """Return a network of the same parts and parameters, under another strategy and without a memory budget."""
         stages = []
         for stage in cast(list[Stage], self.stages):
             body = stage.body
@@ -308,12 +298,8 @@ def smooth_in_time_(sequence: ReversibleSequence, generator: torch.Generator) ->
 
         K_j = cos(θ_j) A + sin(θ_j) B,    θ_j = (π/2) (j + 1/2) / N,
 
-    with A and B drawn as the paper draws a kernel. Every K_j has the paper's distribution, neighbours differ by O(1/N), and
-    with h = T/N the network converges as N grows.
-
-    Args:
-        sequence: its fields have an ``operator``.
-        generator: draws A and B; the draws do not depend on N.
+    with A and B drawn as the paper draws a kernel, independently of N. Every K_j has the paper's distribution, neighbours
+    differ by O(1/N), and with h = T/N the network converges as N grows.
     """
     per_step = sequence.scheme.fields_per_step
     done: set[int] = set()

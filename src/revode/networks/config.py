@@ -75,9 +75,9 @@ class NetworkConfig:
     start: str | None = None
     transition: str = "pool_pad"
 
-    ndim = 2  # of the images
-    usual_batch = 100  # images in a step, where nobody says how many
-    scores_points = False  # or the image as a whole
+    ndim = 2  # spatial dimensions of an image
+    usual_batch = 100  # batch size of `describe` by default
+    scores_points = False  # False: one row of scores for an image
     transitions = ("pool_pad", "connector", "squeeze")
 
     def __post_init__(self) -> None:
@@ -308,7 +308,6 @@ def squeezed_channels(first: int, num_units: int) -> tuple[int, ...]:
 
 
 def _as_lists(value: Any) -> Any:
-    """Return tuples as lists, also inside each other."""
     return list(map(_as_lists, value)) if isinstance(value, tuple) else value
 
 

@@ -31,8 +31,8 @@ from revode.networks.config import NetworkConfig
 class PartCost:
     """The cost of one part of a network.
 
-    ``flops`` are those of one image, ``saved`` are bytes of the whole batch by strategy, and ``branches`` those of the graphs
-    of the single branches of a reversible unit.
+    ``flops`` are those of one image, ``saved`` are bytes of the whole batch by strategy. ``branches`` are the bytes of the
+    graphs of the single branches of a reversible unit.
     """
 
     name: str
@@ -108,13 +108,7 @@ class _Step(NamedTuple):
 
 
 def measure_parts(model: Any, image_shape: tuple[int, ...], batch: int | Fraction) -> list[PartCost]:
-    """Return the cost of stem, units with the transitions between them, and head.
-
-    Args:
-        model: a `StagedClassifier`; its mode, dtype and device are those that are measured.
-        image_shape: channels and image size.
-        batch: images in a step.
-    """
+    """Return the cost of stem, units with the transitions between them, and head, in the model's mode, dtype and device."""
 
     def extrapolated(two: int, three: int) -> int:
         return round(two + (batch - 2) * (three - two))
@@ -139,7 +133,6 @@ def measure_parts(model: Any, image_shape: tuple[int, ...], batch: int | Fractio
 
 
 def _paths(model: Any) -> dict[str, str]:
-    """Return the parts of a network in order: the name of each, and its path."""
     paths = {"stem": "stem"}
     for index, stage in enumerate(model.stages):
         if stage.body is not None:

@@ -26,16 +26,12 @@ FREE_OPTIONS = ("backprop", "exact", "anchor_every", "memory_budget", "verify", 
 
 
 def save(model: StagedClassifier | GPT, path: str | os.PathLike[str]) -> None:
-    """Write `model` to `path`: wholly, or not at all.
+    """Write `model`, a network of `create_model`, to `path`: wholly, or not at all.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     save(create_model("hamiltonian-14"), f"{folder}/net.safetensors")
     ...     model = load(f"{folder}/net.safetensors", backprop="store")
-
-    Args:
-        model: a network of `create_model`.
-        path: the file; its folder exists.
     """
     if not isinstance(model, StagedClassifier | GPT):
         raise ValueError(f"save takes a network of revode.create_model, got {type(model).__name__}")
@@ -58,13 +54,11 @@ def _with_sorted_metadata(data: bytes) -> bytes:
 
 
 def load(path: str | os.PathLike[str], **options: Any) -> Any:
-    """Return the network saved at `path`, on the CPU and in training mode.
+    """Return the network that `save` wrote to `path`, on the CPU and in training mode.
 
     >>> model = load(PRETRAINED / "hamiltonian-74-cifar10.safetensors", backprop="checkpoint")
 
-    Args:
-        path: a file that `save` wrote.
-        options: options of the network that do not change its weights, such as ``backprop`` or ``memory_budget``.
+    `options` are those that do not change its weights, such as ``backprop`` or ``memory_budget``.
     """
     target = Path(path)
     if not target.exists():

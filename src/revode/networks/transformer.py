@@ -104,7 +104,6 @@ class GPTConfig:
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> GPTConfig:
-        """Return the config that `to_dict` gave."""
         return GPTConfig(**{name: value for name, value in values.items() if name != "family"})
 
 
@@ -219,13 +218,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, tokens: Tensor, number: int, temperature: float = 1.0) -> Tensor:
-        """Return the tokens, and `number` more that are drawn one by one.
-
-        Args:
-            tokens: (batch, time), at least one.
-            number: how many to add.
-            temperature: 0 takes the likeliest; above 1 is bolder.
-        """
+        """Return the tokens of (batch, time) and `number` more, drawn one by one. A temperature of 0 takes the likeliest."""
         if not temperature >= 0.0:
             raise ValueError(f"temperature must not be negative, got {temperature!r}")
         was_training = self.training
