@@ -186,7 +186,7 @@ class Scheme(abc.ABC):
 
     @property
     def shift(self) -> int | None:
-        """Return n if |s| = 2^-n, else None. Then ``exact`` applies and keeps n bits of each element."""
+        """Return n if s is 2^-n or its negative, else None. Then ``exact`` applies and keeps n bits of each element."""
         return shift_of(self.carry)
 
     @property

@@ -364,9 +364,7 @@ class Replayed(Evaluation):
             return [leaves[name] for name in trained], {name: alias(leaf) for name, leaf in leaves.items()}
 
     def _look_at_graph(self, outputs: Sequence[Tensor], leaves: Sequence[Tensor], coupling: Coupling) -> None:
-        """Raise if an output depends on an unknown tensor that requires grad; warn once of a branch with its own skip
-        connection.
-        """
+        """Raise if an output depends on an unknown tensor that requires grad; warn once of a skip connection in the branch."""
         contents = self.record.contents
         if contents.is_known and contents.has_skip is not None:
             return  # modules of known classes, without hooks, use their own parameters and what they are given

@@ -68,8 +68,9 @@ def keep(value: Any) -> Any:
     ...         super().__init__()
     ...         self.scores, self.experts = nn.Linear(4, 3), nn.Parameter(torch.randn(3, 4, 4))
     ...     def forward(self, x):
-    ...         chosen = keep(self.scores(x).argmax(-1))
-    ...         return torch.einsum("bi,bij->bj", x, self.experts[chosen])
+    ...         weights = self.scores(x).softmax(-1)
+    ...         chosen = keep(weights.argmax(-1))
+    ...         return torch.einsum("bi,bij->bj", x, self.experts[chosen]) * weights.gather(1, chosen[:, None])
     >>> ReversibleSequence([Router(), Router()], MidPoint(h=0.1))(torch.randn(2, 4)).sum().backward()
 
     Args:
