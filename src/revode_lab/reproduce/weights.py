@@ -95,9 +95,7 @@ def _both(**run: Any) -> list[Task]:
 TINY_RUN = {**SMOKE, "settings": FEW_STEPS | {"exact": 12, "monitor_every": 1}}
 STEPS = {"epochs": None, "max_steps": 200, "batch_size": 100, "compile": False, "monitor_every": 1, **SHORT}
 SAME_WEIGHTS = {
-    "smoke": Budget(
-        SMOKE_NOTE, "smoke on digits", _both(model=HAMILTONIAN, **{**SMOKE, "settings": FEW_STEPS | {"exact": 12}})
-    ),
+    "smoke": Budget(SMOKE_NOTE, "smoke on digits", _both(model=HAMILTONIAN, **TINY_RUN)),
     "cpu": Budget(
         "200 steps of 100 images, from the same seed.",
         "200 steps",
