@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from revode.engine.tracing import compilation_is_possible, eagerly
+from revode.engine.call import compilation_is_possible, eagerly
 from revode.engine.walk import Walk
 from revode.errors import unknown
 from revode.memory import graph_leaves

@@ -22,15 +22,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from revode.conversion.hugging_face import Collector, is_cache, is_filled, refuse_updates
-from revode.engine.arguments import Arguments, alias, tensor_leaves
 from revode.engine.branch import Context, Replayed
+from revode.engine.call import Arguments, alias, compilation_is_possible, eagerly, tensor_leaves, version_of
 from revode.engine.grid import DEFAULT_BITS, Grid, gradient_in_strides, magnitude
-from revode.engine.path import Path
-from revode.engine.replay import is_replaying, version_of
+from revode.engine.path import Path, entered
+from revode.engine.replay import is_replaying
 from revode.engine.step import Step, advance
 from revode.engine.strategy import Strategy
-from revode.engine.tracing import compilation_is_possible, eagerly
-from revode.engine.walk import entered
 from revode.memory import adds
 from revode.schemes import Coupling, Scheme
 

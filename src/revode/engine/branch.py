@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import operator
 import sys
 import warnings
@@ -20,12 +21,11 @@ from torch.autograd import Variable
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 
-from revode.engine.arguments import Arguments, alias, look_into, tensor_leaves
+from revode.engine.call import Arguments, Autocast, Settings, alias, look_into, tensor_leaves, versions_of
 from revode.engine.grid import Grid, RangeFlags, with_strides
 from revode.engine.inspection import Contents, contents_of, hooks_hear_every_module, is_sharded, keywords_of
 from revode.engine.randomness import Streams
-from revode.engine.replay import Call, Record, versions_of
-from revode.engine.settings import Autocast, Settings
+from revode.engine.replay import Call, Record
 from revode.memory import adds, graph_leaves
 from revode.schemes import Coupling, Factor, is_number, times
 from revode.vjp import KnownField
@@ -68,8 +68,12 @@ class Context:
         self.traced = torch.compiler.is_compiling()
         self.autocast = Autocast(device.type)
         self.settings: Any = None if self.traced else Settings()
-        self.streams: Any = None if self.traced else Streams()
         self.flags = None if grid is None else RangeFlags(grid)
+
+    @functools.cached_property
+    def streams(self) -> Streams:
+        """The RNG states along this pass; made for the first branch that may draw."""
+        return Streams()
 
     def warns_of(self, what: str) -> bool:
         """Return True on the first call with this word only, so that a warning appears once."""
@@ -83,7 +87,7 @@ class Context:
 
     def close(self) -> None:
         """Check the range of all states so far, and forget the RNG states of the last branch."""
-        if self.streams is not None:
+        if "streams" in vars(self):
             self.streams.forget()
         if self.flags is not None:
             self.flags.close()
@@ -244,7 +248,7 @@ class Replayed(Evaluation):
         self.trained = [name for name, p in self.parameters.items() if p.requires_grad]
         """Names of the parameters that had a gradient in forward; by the time of backward they may be frozen."""
         self.versions = versions_of(self.parameters.values())
-        self.record = Record(contents, context.autocast, context.streams, context.grid is not None)
+        self.record = Record(contents, context)
 
     def contents(self) -> Contents:
         return self.record.contents

@@ -23,8 +23,8 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import UninitializedParameter
 
+from revode.engine.call import compilation_is_possible, holds_compiled
 from revode.engine.randomness import Stream, held_by, held_streams, is_generator
-from revode.engine.tracing import compilation_is_possible, holds_compiled
 from revode.fields import AntisymmetricField, OneLayerField, SymmetricField
 from revode.operators import (
     AntisymmetricConv,
@@ -193,7 +193,7 @@ class Contents:
                 measure += [buffer is None for buffer in buffers.values()]
             if module._modules:
                 measure += module._modules.values()
-            if kind not in _OF_TORCH:
+            if kind not in KNOWN:
                 measure += [id(value) for value in own_attributes(module) if is_generator(value)]
         return measure
 

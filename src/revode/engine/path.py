@@ -18,12 +18,10 @@ from torch import Tensor, nn
 
 from revode import memory
 from revode.engine import arrival
-from revode.engine.arguments import Template, tensor_leaves
 from revode.engine.branch import BranchError
+from revode.engine.call import Autocast, Template, compilation_is_possible, eagerly, tensor_leaves, version_of
 from revode.engine.inspection import is_sharded
-from revode.engine.replay import version_of
 from revode.engine.step import Step
-from revode.engine.tracing import compilation_is_possible, eagerly
 from revode.schemes import OpenState, State
 
 Pair = tuple[Any, Any]
@@ -337,6 +335,19 @@ def _bare(tensor: Tensor) -> Tensor:
 
 def _versions_of(pair: Pair) -> list[int | None]:
     return [None if tensor is None else version_of(tensor) for tensor in pair]
+
+
+def entered(x: Tensor, grid: Any) -> Tensor:
+    """Return x as it enters a walk: a copy, in the state's dtype and on the grid."""
+    if not x.is_floating_point():
+        raise ValueError(f"a state must be a floating-point tensor, got dtype {x.dtype}")
+    if x.is_nested:
+        raise ValueError(
+            "a state must be one dense tensor, got a nested (jagged) one: pad it, and pass a mask to the branches"
+        )
+    if x.dtype in (torch.float16, torch.bfloat16) and Autocast(x.device.type).enabled:
+        x = x.float()
+    return x.clone() if grid is None else grid.round(x)
 
 
 class _Node(torch.autograd.Function):

@@ -11,28 +11,26 @@ import contextlib
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 
+from revode.engine.call import version_of
 from revode.engine.inspection import Contents, Slot, evaluating
 from revode.engine.randomness import (
     Draws,
     Stream,
-    Streams,
     can_replay,
     drawn_again,
     held_streams,
     undo,
 )
-from revode.engine.settings import Autocast
 
 Call = Callable[[Tensor, dict[str, Any]], Any]
 """Evaluation of a branch: (q, kwargs) -> u."""
@@ -105,23 +103,6 @@ class _Kept(torch.autograd.Function):
         return grad_outputs[0], None
 
 
-def version_of(tensor: Tensor) -> int | None:
-    """Return how often `tensor` was modified in place, or None if that is not known."""
-    if type(tensor) is UninitializedParameter:
-        return None
-    try:
-        return tensor._version
-    except RuntimeError:  # made in inference mode
-        return None
-
-
-def versions_of(tensors: Iterable[Tensor]) -> list[int | None]:
-    try:
-        return [None if type(tensor) is UninitializedParameter else tensor._version for tensor in tensors]
-    except RuntimeError:  # one was made in inference mode
-        return [version_of(tensor) for tensor in tensors]
-
-
 _NOTHING = contextlib.nullcontext()
 
 
@@ -190,10 +171,10 @@ def _copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: copies[id(tensor)] for name, tensor in tensors.items()}
 
 
-def call_to_invert(contents: Contents, q: Tensor, kwargs: dict[str, Any], streams: Streams) -> Any:
+def call_to_invert(contents: Contents, q: Tensor, kwargs: dict[str, Any], context: Any) -> Any:
     """Return branch(q) as forward computed it, and change nothing; raise if it draws random numbers, which were not kept."""
     with evaluating:
-        watched = _streams_to_watch(contents, q, kwargs, streams)
+        watched, streams = _streams_to_watch(contents, q, kwargs, context), context.streams
         streams.before(watched)
         copies = _copies({slot.name: slot.tensor for slot in contents.buffers})
         with _lent([*_idle_statistics(contents), *((slot, copies[slot.name]) for slot in contents.buffers)]):
@@ -208,7 +189,7 @@ def call_to_invert(contents: Contents, q: Tensor, kwargs: dict[str, Any], stream
     return u
 
 
-def _streams_to_watch(contents: Contents, q: Tensor, kwargs: dict[str, Any], streams: Streams) -> list[Stream]:
+def _streams_to_watch(contents: Contents, q: Tensor, kwargs: dict[str, Any], context: Any) -> list[Stream]:
     """Return the RNGs that this call of a branch may move. (Fake tensors draw nothing, and have no RNG state.)"""
     if isinstance(q, FakeTensor):
         return []
@@ -221,9 +202,9 @@ def _streams_to_watch(contents: Contents, q: Tensor, kwargs: dict[str, Any], str
                 f"it draws random numbers on the device {str(device)!r}, and torch.{device.type} has no get_rng_state and "
                 "set_rng_state to draw them again: use backprop='store'"
             )
-        return streams.of_torch(device)
+        return context.streams.of_torch(device)
     given = held_streams(kwargs.values()) if kwargs else []
-    return [*streams.of_all(device), *contents.generators, *given]
+    return [*context.streams.of_all(device), *contents.generators, *given]
 
 
 def _call_as_recomputed(
@@ -245,29 +226,13 @@ def _call_as_recomputed(
 
 
 class Record:
-    """The RNG states, buffers and modes of one branch in forward, and its replay.
+    """The RNG states, buffers and modes of one branch in forward, and its replay."""
 
-    `to_the_bit` is True if the branch must give the bits that its recomputation will give.
-    """
+    __slots__ = ("cached", "changed", "contents", "context", "draws", "kept", "modes", "unchanged")
 
-    __slots__ = (
-        "autocast",
-        "cached",
-        "changed",
-        "contents",
-        "draws",
-        "kept",
-        "modes",
-        "streams",
-        "to_the_bit",
-        "unchanged",
-    )
-
-    def __init__(self, contents: Contents, autocast: Autocast, streams: Streams, to_the_bit: bool) -> None:
+    def __init__(self, contents: Contents, context: Any) -> None:
         self.contents = contents
-        self.autocast = autocast
-        self.streams = streams
-        self.to_the_bit = to_the_bit
+        self.context = context
         # Until `first` runs: a field that knew its VJP in forward. It draws nothing, and its batch norms were in training.
         self.draws: Draws = []
         self.kept: list[Tensor] = []
@@ -285,23 +250,23 @@ class Record:
 
         `recomputed` is False if nothing that reaches the branch has a gradient, so that it is never evaluated again.
         """
-        contents, streams, stack = self.contents, self.streams, _calls.stack
+        contents, context, stack = self.contents, self.context, _calls.stack
         with evaluating, self._surroundings():
-            watched = _streams_to_watch(contents, q, kwargs, streams)
+            watched = _streams_to_watch(contents, q, kwargs, context)
             if watched:
-                streams.before(watched)
+                context.streams.before(watched)
             held, copies = self._look_at_buffers() if contents.holds_state else ([], {})
             attributes = contents.held()
             stack.append((self, None))
             try:
-                u = _call_as_recomputed(contents, q, kwargs, call, self.to_the_bit, recomputed)
+                u = _call_as_recomputed(contents, q, kwargs, call, context.grid is not None, recomputed)
             finally:
                 stack.pop()
             if contents.held() != attributes:
                 before = set(itertools.chain.from_iterable(attributes))
                 left = contents.tensors_held()
                 self.cached = [weakref.ref(tensor) for key, tensor in left.items() if key not in before]
-            self.draws = streams.after(watched) if watched else []
+            self.draws = context.streams.after(watched) if watched else []
             if contents.holds_state:
                 self.unchanged = [entry for entry in held if _rests(*entry, copies)]
                 self.changed = self._changed(copies, held)
@@ -310,10 +275,11 @@ class Record:
 
     def _surroundings(self) -> contextlib.AbstractContextManager[Any]:
         """Restore the autocast state of forward inside, and compute parametrized weights anew."""
+        autocast = self.context.autocast
         if not parametrize._cache_enabled:
-            return self.autocast.restore() if self.autocast.differs() else _NOTHING
+            return autocast.restore() if autocast.differs() else _NOTHING
         both = contextlib.ExitStack()
-        both.enter_context(self.autocast.restore())
+        both.enter_context(autocast.restore())
         both.enter_context(_without_cache())
         return both
 

@@ -16,17 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from revode.engine import arrival
-from revode.engine.arguments import Arguments, tensor_leaves
 from revode.engine.branch import Context, refuse_unknown_arguments
+from revode.engine.call import Arguments, compilation_is_possible, eagerly, tensor_leaves
 from revode.engine.grid import Grid, bytes_kept, with_strides
 from revode.engine.inspection import KNOWN, is_sharded
-from revode.engine.path import Path
+from revode.engine.path import Path, entered
 from revode.engine.regional import compile_branches
-from revode.engine.step import Step, step_of
-from revode.engine.stored import Pass
+from revode.engine.step import Pass, Step, step_of
 from revode.engine.strategy import OPTIONS, Strategy
-from revode.engine.tracing import compilation_is_possible, eagerly
-from revode.engine.walk import entered
 from revode.memory import graph_bytes
 from revode.schemes import OpenState, Scheme, State
 

@@ -7,6 +7,7 @@ backward:  u = F(q) and its VJP, from one evaluation;   p = (q' - c q - a u) / s
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,10 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from revode.engine import arrival
-from revode.engine.arguments import Arguments
-from revode.engine.branch import Context, Known, Replayed, evaluation_of, known_field
-from revode.engine.grid import with_strides
+from revode.engine.branch import Context, Evaluation, Known, Replayed, evaluation_of, known_field
+from revode.engine.call import Arguments
+from revode.engine.grid import gradient_in_strides, with_strides
 from revode.engine.regional import CompiledField
+from revode.engine.replay import Call, call_to_invert
 from revode.schemes import Coupling, Factor, Rounding, is_number, times
 
 Gradients = tuple[Tensor | None, Tensor | None, Sequence[Tensor | None]]
@@ -273,3 +275,73 @@ def _scaled(product: Tensor | None, scale: Factor) -> Tensor | None:
     base = product._base
     is_whole = base is None or base.numel() == product.numel()
     return product if is_whole and is_number(scale, 1.0) else product * scale
+
+
+class Pass:
+    """The branches of one call with their coefficients, arguments and context; `first` steps came before."""
+
+    def __init__(
+        self,
+        branches: Sequence[nn.Module],
+        couplings: Sequence[Coupling],
+        context: Context,
+        kwargs: dict[str, Any],
+        first: int = 0,
+    ) -> None:
+        self.branches = branches
+        self.couplings = couplings
+        self.context = context
+        self.kwargs = kwargs
+        self.first = first
+        self.aux: list[Any] = []
+        """The aux of the branches, if wanted."""
+        self._shared: set[int] | None = None
+
+    def advance(self, index: int, p: Tensor | None, q: Tensor) -> Tensor:
+        """Return the state behind the branch at `index`, as ordinary autograd sees it."""
+        return self.couple(index, p, q, self.evaluate(index, q))
+
+    def evaluate(self, index: int, q: Tensor) -> Tensor:
+        """Return F(q) as ordinary autograd sees it; on the grid, gradients must be the engine's to the bit."""
+        evaluation = self._evaluation(index)
+        u, aux = evaluation.evaluate(q, self.kwargs, self._stored_call(evaluation, index, q))
+        if self.context.keeps_aux:
+            self.aux.append(aux)
+        elif torch.is_grad_enabled():
+            evaluation.warn_of_lost_aux(aux)
+        return u if self.context.grid is None or not u.requires_grad else gradient_in_strides(u)
+
+    def couple(self, index: int, p: Tensor | None, q: Tensor, u: Tensor) -> Tensor:
+        q_next = advance(self.context, self.couplings[index], self.first + index, p, q, u)
+        self.context.note(q_next, f"after {self._evaluation(index).name}")
+        return q_next
+
+    def retreat(self, index: int, q: Tensor, q_next: Tensor) -> Tensor:
+        """Return the state before the pair (q, q') behind the branch at `index`."""
+        evaluation = self._evaluation(index)
+        u, _ = evaluation.evaluate(q, self.kwargs, self._inverting_call(evaluation, index, q))
+        return retreat(self.context, self.couplings[index], self.first + index, q, q_next, u)
+
+    def _evaluation(self, index: int) -> Evaluation:
+        return Evaluation(self.context, self.first + index, self.branches[index], _NO_ARGUMENTS)
+
+    def _stored_call(self, evaluation: Evaluation, index: int, q: Tensor) -> Call:
+        branch = self.branches[index]
+        field = compiled_field(self.context, branch, self.couplings[index], bool(self.kwargs), q)
+        if field is not None:
+            return lambda q, kwargs: field.stored(q)
+        if self.context.grid is None or not torch.is_grad_enabled():
+            return lambda q, kwargs: branch(q, **kwargs)
+        if self._shared is None:
+            uses = Counter(id(parameter) for branch in self.branches for parameter in branch.parameters())
+            self._shared = {key for key, count in uses.items() if count > 1}
+        return evaluation.stored_call(self._shared)
+
+    def _inverting_call(self, evaluation: Evaluation, index: int, q: Tensor) -> Call:
+        field = compiled_field(self.context, self.branches[index], self.couplings[index], bool(self.kwargs), q)
+        if field is not None:
+            return lambda q, kwargs: field.stored(q, counts=False)
+        return lambda q, kwargs: call_to_invert(evaluation.contents(), q, kwargs, self.context)
+
+
+_NO_ARGUMENTS = Arguments({})

@@ -9,16 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from revode.engine import arrival
-from revode.engine.arguments import Arguments, tensor_leaves
 from revode.engine.branch import Context
+from revode.engine.call import Arguments, compilation_is_possible, eagerly, tensor_leaves, version_of
 from revode.engine.grid import with_strides
-from revode.engine.path import Path
-from revode.engine.replay import version_of
-from revode.engine.settings import Autocast
-from revode.engine.step import step_of
-from revode.engine.stored import Pass
+from revode.engine.path import Path, entered
+from revode.engine.step import Pass, step_of
 from revode.engine.strategy import Strategy
-from revode.engine.tracing import compilation_is_possible, eagerly
 from revode.schemes import Coupling, OpenState, Scheme, State
 
 
@@ -139,19 +135,6 @@ class Walk:
         """Return the readout of a pair."""
         _check_pair(state)
         return self.scheme.readout(state, self.split_dim)
-
-
-def entered(x: Tensor, grid: Any) -> Tensor:
-    """Return x as it enters a walk: a copy, in the state's dtype and on the grid."""
-    if not x.is_floating_point():
-        raise ValueError(f"a state must be a floating-point tensor, got dtype {x.dtype}")
-    if x.is_nested:
-        raise ValueError(
-            "a state must be one dense tensor, got a nested (jagged) one: pad it, and pass a mask to the branches"
-        )
-    if x.dtype in (torch.float16, torch.bfloat16) and Autocast(x.device.type).enabled:
-        x = x.float()
-    return x.clone() if grid is None else grid.round(x)
 
 
 def _check_pair(state: Any) -> None:

@@ -88,6 +88,7 @@ class StagedClassifier(nn.Module):
     def __init__(self, config: NetworkConfig, stem: nn.Module, stages: list[Stage], head: nn.Module) -> None:
         super().__init__()
         self.config = config
+        self.reduction = config.reduction
         self.stem = stem
         self.stages = nn.ModuleList(stages)
         self.head = head
@@ -116,7 +117,7 @@ class StagedClassifier(nn.Module):
 
     def check_image(self, x: Tensor) -> None:
         """Raise unless x is a batch of images with the right channels, large enough for the units."""
-        smallest = self.config.reduction
+        smallest = self.reduction
         if x.dim() != 4 or x.shape[1] != self.config.in_channels or min(x.shape[2:]) < smallest:
             raise ValueError(
                 f"{self.config.name} takes images of shape (batch, {self.config.in_channels}, height, width) with edges "

@@ -14,9 +14,9 @@ import torch
 from gradients import assert_bitwise
 from torch import Tensor, nn
 
-import revode.engine.settings
+import revode.engine.call
 from revode import BranchError, Leapfrog, MidPoint, ReversalError, ReversibleSequence, SymmetricField
-from revode.engine.settings import SETTINGS
+from revode.engine.call import SETTINGS
 
 OTHER: dict[str, Any] = {
     "default_dtype": torch.float64,
@@ -54,7 +54,7 @@ class Reading(nn.Module):
 def _restored() -> Any:
     before = read_all()
     yield
-    revode.engine.settings._write(list(before.values()))
+    revode.engine.call._write(list(before.values()))
     assert read_all() == before
 
 
@@ -79,7 +79,7 @@ class TestEachSetting:
             torch.testing.assert_close(ours, stored.grad, check_dtype=False)
 
     def test_is_noticed_if_it_is_not_restored(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(revode.engine.settings.Settings, "restore", lambda self: contextlib.nullcontext())
+        monkeypatch.setattr(revode.engine.call.Settings, "restore", lambda self: contextlib.nullcontext())
         with pytest.raises(ReversalError):
             self.step(name)
 
