@@ -1,7 +1,8 @@
 """Measure revode on your device: time, memory, gradient error, and whether recomputation gives the same bits.
 
-    python examples/gpu_check.py                # CUDA or MPS if there is one; some minutes
-    python examples/gpu_check.py --small        # a few seconds on any CPU
+    python examples/gpu_check.py                # CUDA or MPS if there is one; about five minutes
+    python examples/gpu_check.py --device cpu   # the same networks, an eighth of the samples; ten minutes or more
+    python examples/gpu_check.py --small        # tiny networks, a few seconds on any CPU
 
 It prints one Markdown text: please send it back as an issue. Nothing is written and nothing leaves your machine.
 """
@@ -121,9 +122,14 @@ def gradients(module: nn.Module, x: Tensor) -> Tensor:
     return torch.cat([p.grad.detach().cpu().double().flatten() for p in module.parameters() if p.grad is not None])
 
 
+def samples(name: str, small: bool, device: torch.device) -> int:
+    """Return the samples of a step; a CPU gets an eighth, which fills it, too."""
+    return 2 if small else max(1, WORKLOADS[name][1] // (8 if device.type == "cpu" else 1))
+
+
 def cost(module: nn.Module, x: Tensor, device: torch.device, num_steps: int) -> tuple[float, int]:
     """Return the median of a step in seconds, and the peak of memory in a step: of the device, else of activations."""
-    for _ in range(2):  # compiles, and chooses kernels
+    for _ in range(1 if device.type == "cpu" else 2):  # compiles, and chooses kernels
         step(module, x)
     seconds = []
     for _ in range(num_steps):
@@ -143,7 +149,9 @@ def cost(module: nn.Module, x: Tensor, device: torch.device, num_steps: int) -> 
     return statistics.median(seconds), counter.num_bytes
 
 
-def measure(name: str, small: bool, device: torch.device, methods: list[str]) -> tuple[list[str], list[str]]:
+def measure(
+    name: str, small: bool, device: torch.device, methods: list[str], num_steps: int
+) -> tuple[list[str], list[str]]:
     """Return the rows of one workload, and what is suspicious in them."""
     truths = {}  # in float64, stored, on the CPU; exact=True is a network on a grid, and has its own
     for exact in (False, True):
@@ -155,7 +163,7 @@ def measure(name: str, small: bool, device: torch.device, methods: list[str]) ->
             module, inputs = build(name, small, device, **METHODS[method])
             truth = truths["exact" in METHODS[method]]
             error = float((gradients(module, inputs(2)) - truth).norm() / truth.norm())
-            seconds, size = cost(module, inputs(2 if small else WORKLOADS[name][1]), device, 2 if small else 10)
+            seconds, size = cost(module, inputs(samples(name, small, device)), device, num_steps)
         except Exception as problem:  # what one method cannot do is a result, too
             reason = str(problem).partition("\n")[0][:120]
             rows.append(f"| {name} | {method} | failed: {type(problem).__name__}: {reason.replace('|', '/')} | | |")
@@ -233,16 +241,20 @@ def main() -> None:
     parser.add_argument("--device", help="cuda, cuda:1, mps, cpu; default: a GPU if there is one")
     parser.add_argument("--small", action="store_true", help="tiny networks: shows that everything runs")
     parser.add_argument("--methods", default=",".join(METHODS), help="which of them; default: %(default)s")
+    parser.add_argument("--steps", type=int, help="timed steps of each; default: 10 on a GPU, 2 on a CPU")
     args = parser.parse_args()
     usual = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     device = torch.device(args.device or usual)
+    num_steps = args.steps or (2 if args.small or device.type == "cpu" else 10)
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     print(f"### revode {revode.__version__} on {device} ({card}), torch {torch.__version__}, {platform.system()}\n")
+    batches = ", ".join(f"{name} {samples(name, args.small, device)}" for name in WORKLOADS)
+    print(f"Samples of a step: {batches}. Median of {num_steps} steps, {torch.get_num_threads()} threads of the CPU.\n")
     kind = "peak of the device" if device.type == "cuda" else "peak of activations"
     print(f"| workload | method | step | / store | {kind} | error of the gradient |\n|---|---|---|---|---|---|")
     odd: list[str] = []
     for name in WORKLOADS:
-        rows, found = measure(name, args.small, device, args.methods.split(","))
+        rows, found = measure(name, args.small, device, args.methods.split(","), num_steps)
         print("\n".join(rows), flush=True)
         odd += found
     print("\n| exact=True: reversible and stored gradients | " + " | ".join(settings(device)) + " |")
