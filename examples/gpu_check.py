@@ -95,8 +95,9 @@ def build(
     torch.manual_seed(0)
     module, shape = WORKLOADS[name][0](small, **options)
 
-    def inputs(count: int) -> Tensor:
-        x = torch.randn(count, *shape, generator=torch.Generator().manual_seed(1))
+    def inputs(count: int | None) -> Tensor:  # None: those on which gradients are compared, in float64 on the CPU
+        size = (shape[0], *(edge // 2 for edge in shape[1:])) if count is None and len(shape) == 4 else shape
+        x = torch.randn(count or min(2, WORKLOADS[name][1]), *size, generator=torch.Generator().manual_seed(1))
         return x.to(device, dtype).requires_grad_(isinstance(module, ReversibleSequence))
 
     return module.to(device, dtype).train(), inputs
@@ -156,13 +157,13 @@ def measure(
     truths = {}  # in float64, stored, on the CPU; exact=True is a network on a grid, and has its own
     for exact in (False, True):
         module, inputs = build(name, small, torch.device("cpu"), torch.float64, backprop="store", exact=exact)
-        truths[exact] = gradients(module, inputs(2))
+        truths[exact] = gradients(module, inputs(None))
     rows, odd, found = [], [], {}
     for method in methods:
         try:
             module, inputs = build(name, small, device, **METHODS[method])
             truth = truths["exact" in METHODS[method]]
-            error = float((gradients(module, inputs(2)) - truth).norm() / truth.norm())
+            error = float((gradients(module, inputs(None)) - truth).norm() / truth.norm())
             seconds, size = cost(module, inputs(samples(name, small, device)), device, num_steps)
         except Exception as problem:  # what one method cannot do is a result, too
             reason = str(problem).partition("\n")[0][:120]
@@ -228,7 +229,7 @@ def same_bits(name: str, small: bool, device: torch.device) -> Iterator[tuple[st
             for backprop in ("store", "reversible"):
                 module, inputs = build(name, small, device, backprop=backprop, exact=True)
                 with context():
-                    found.append(gradients(module, inputs(2)))
+                    found.append(gradients(module, inputs(None)))
             differing = int((found[0] != found[1]).sum())
             yield setting, "equal" if not differing else f"{differing} of {len(found[0])} numbers differ"
         except Exception as problem:
