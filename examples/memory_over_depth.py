@@ -103,7 +103,9 @@ def main() -> None:
         found = exact.inverse(state)
         error = (floating.inverse(floating(features, return_state=True)[1]) - features).norm() / features.norm()
     equal = int((found == features).sum())
-    print(f"walking back through {deepest:,} blocks finds {equal:,} of {features.numel():,} pixels bit for bit with exact=True;")
+    print(
+        f"{deepest:,} blocks, exact=True: {equal:,} of {features.numel():,} pixels of the image are found bit for bit;"
+    )
     print(f"in floating point the image comes back to a relative error of {error:.0e}")
     if figure:
         draw(memory, [image, F.pixel_shuffle(last, 4), F.pixel_shuffle(found, 4)], figure)

@@ -72,7 +72,9 @@ def test_the_readme_begins_with_code_that_runs() -> None:
     assert ends[0] - install <= 15
 
 
-OTHERS = "adding architecture architectures benchmarks engine map reproduction speed stability training unet monai nnunet"
+OTHERS = (
+    "adding architecture architectures benchmarks engine map reproduction speed stability training unet monai nnunet"
+)
 """Pages that are generated, or not yet wrapped."""
 
 

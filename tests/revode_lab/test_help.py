@@ -63,7 +63,7 @@ def test_the_picture_of_the_readme_is_drawn(
     run_example("memory_over_depth.py", ["--depths", "3", "8", "--figure", str(tmp_path / "x.svg")], monkeypatch)
     said = capfd.readouterr().out
     assert "13 of 13 gradients equal the stored ones bit for bit" in said
-    assert "49,152 of 49,152 pixels bit for bit" in said
+    assert "49,152 of 49,152 pixels of the image are found bit for bit" in said
     assert "after 8 blocks" in (tmp_path / "x.svg").read_text()
 
 
