@@ -12,12 +12,15 @@ tensor that holds one for each sample.
 from __future__ import annotations
 
 import abc
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+
+from revode.errors import unknown
 
 Field = Callable[[Tensor], Tensor]
 Factor = Any
@@ -60,7 +63,7 @@ def shift_of(carry: float) -> int | None:
     return _SHIFTS.get(abs(carry))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(slots=True, eq=False)  # frozen would take 2 µs a branch to make
 class Coupling:
     """The coefficients of q' = carry * p + keep * q + gain * F(q)."""
 
@@ -72,7 +75,7 @@ class Coupling:
 
     def __post_init__(self) -> None:
         if isinstance(self.carry, float):
-            object.__setattr__(self, "shift", shift_of(self.carry) or 0)
+            self.shift = shift_of(self.carry) or 0
 
     @property
     def is_plain(self) -> bool:
@@ -482,3 +485,19 @@ SCHEMES: dict[str, type[Scheme]] = {
     "leapfrog": Leapfrog,
     "momentum": Momentum,
 }
+
+
+def create_scheme(name: str, **options: Any) -> Scheme:
+    """Return the scheme of this name in `SCHEMES`, built with those of the options that it takes.
+
+    >>> create_scheme("midpoint", h=0.5, blend=0.25), create_scheme("additive", h=0.5)
+    (MidPoint(h=0.5, start='euler', blend=0.25), AdditiveCoupling())
+
+    Args:
+        name: a name in `SCHEMES`.
+        options: arguments of schemes; None leaves the scheme its default.
+    """
+    if name not in SCHEMES:
+        raise unknown("scheme", name, SCHEMES)
+    taken = inspect.signature(SCHEMES[name]).parameters
+    return SCHEMES[name](**{key: value for key, value in options.items() if key in taken and value is not None})

@@ -20,10 +20,11 @@ from torch.autograd import Variable
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 
+from revode.engine.arguments import Arguments, alias, look_into, tensor_leaves
 from revode.engine.grid import Grid, RangeFlags, with_strides
 from revode.engine.inspection import Contents, contents_of, hooks_hear_every_module, is_sharded, keywords_of
 from revode.engine.randomness import Streams
-from revode.engine.replay import Call, Record, version_of, versions_of
+from revode.engine.replay import Call, Record, versions_of
 from revode.engine.settings import Autocast, Settings
 from revode.memory import adds, graph_leaves
 from revode.schemes import Coupling, Factor, is_number, times
@@ -38,77 +39,6 @@ class BranchError(ValueError, RuntimeError):
 
 class BranchTypeError(BranchError, TypeError):
     """A branch was called in a way it does not understand; caught as `TypeError`, too."""
-
-
-def tensor_leaves(tree: Any) -> list[Tensor]:
-    """Return the tensors in a nest of dicts, lists and tuples."""
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-class Template:
-    """A nest of dicts, lists and tuples without its tensors, to be filled with others.
-
-    Args:
-        tree: the nest.
-    """
-
-    def __init__(self, tree: Any) -> None:
-        leaves, self._spec = pytree.tree_flatten(tree)
-        self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        self._leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-
-    def __len__(self) -> int:
-        """Return how many tensors it takes."""
-        return len(self._places)
-
-    def fill(self, tensors: Sequence[Tensor]) -> Any:
-        """Return the nest around these tensors, which come in the order of ``tensor_leaves``."""
-        leaves = list(self._leaves)
-        for place, tensor in zip(self._places, tensors, strict=True):
-            leaves[place] = tensor
-        return pytree.tree_unflatten(leaves, self._spec)
-
-
-class Arguments:
-    """The keyword arguments of a call: what a branch is given in forward, and again in backward.
-
-    Args:
-        kwargs: keyword arguments.
-    """
-
-    def __init__(self, kwargs: dict[str, Any]) -> None:
-        self.given = bool(kwargs)
-        self.tensors: list[Tensor] = []
-        """The tensors among them, detached: what a walk keeps."""
-        self.trained: list[Tensor] = []
-        """Those that require a gradient, until the walk has nodes for them."""
-        if kwargs:
-            self._template, leaves = Template(kwargs), tensor_leaves(kwargs)
-            self.trained = [leaf for leaf in leaves if leaf.requires_grad]
-            self._at = [i for i, leaf in enumerate(leaves) if leaf.requires_grad]
-            self.tensors = [leaf.clone() if leaf.is_inference() else leaf.detach() for leaf in leaves]
-            self.versions = [version_of(tensor) for tensor in self.tensors]
-
-    def detached(self) -> dict[str, Any]:
-        """Return the keyword arguments around detached tensors."""
-        return self._template.fill(self.tensors) if self.given else {}
-
-    def tracked(self, wanted: bool) -> tuple[dict[str, Any], list[Tensor]]:
-        """Return the keyword arguments around new leaves, and those of the leaves to differentiate for."""
-        if not self.given:
-            return {}, []
-        tensors = list(self.tensors)
-        for i in self._at:
-            tensors[i] = tensors[i].detach().requires_grad_(wanted)
-        return self._template.fill(tensors), [tensors[i] for i in self._at]
-
-    def check_unchanged(self) -> None:
-        """Raise if a tensor among the arguments is no longer that of forward."""
-        if self.given and [version_of(tensor) for tensor in self.tensors] != self.versions:
-            raise RuntimeError(
-                "a keyword argument of a reversible branch was modified in place between forward and backward: its gradient "
-                "would be that of another input; call backward first, or pass a copy"
-            )
 
 
 class Context:
@@ -235,7 +165,20 @@ class Evaluation:
             return self.conform(q, call(q, kwargs))
         inputs = [q, *self.held(), *(tensor_leaves(kwargs) if kwargs else ())]
         versions = versions_of(inputs)
-        given = None if once or not kwargs else _look(kwargs)
+        given = None if once or not kwargs else look_into(kwargs)
+        u = self._called(q, kwargs, call, inputs, versions)
+        if given is not None and look_into(kwargs) != given:
+            raise BranchError(
+                f"{self.name} changes an object among its keyword arguments (a cache of keys and values?), which its "
+                "recomputation would change again: pass none (use_cache=False), leave out blocks that do so, or use "
+                "backprop='store'"
+            )
+        return self.conform(q, u)
+
+    def _called(
+        self, q: Tensor, kwargs: dict[str, Any], call: Call, inputs: list[Tensor], versions: list[int | None]
+    ) -> Any:
+        """Return call(q, kwargs); raise an error that names the branch if it fails or changes one of `inputs` in place."""
         try:
             u = call(q, kwargs)
         except _FAILURES as error:
@@ -246,13 +189,7 @@ class Evaluation:
                 f"{self.name} modifies its input or its parameters in place (an inplace=True activation first in "
                 "it?): both are needed again, so give it an operation that makes a new tensor"
             )
-        if given is not None and _look(kwargs) != given:
-            raise BranchError(
-                f"{self.name} changes an object among its keyword arguments (a cache of keys and values?), which its "
-                "recomputation would change again: pass none (use_cache=False), leave out blocks that do so, or use "
-                "backprop='store'"
-            )
-        return self.conform(q, u)
+        return u
 
     def conform(self, q: Tensor, u: Any) -> tuple[Tensor, Any]:
         """Return (u, aux) in the state's dtype and strides; raise if u is not like the state."""
@@ -378,7 +315,14 @@ class Replayed(Evaluation):
         with torch.set_grad_enabled(tracked):
             inside = alias(leaf)  # as in an ordinary forward, the branch's input is not a leaf
             again = self.record.again
-            u, aux = self.evaluate(inside, kwargs, lambda q, kwargs: again(q, kwargs, self.call, lent))
+            u = self._called(
+                inside,
+                self.taken(kwargs),
+                lambda q, kwargs: again(q, kwargs, self.call, lent),
+                [leaf],
+                versions_of([leaf]),
+            )
+            u, aux = self.conform(inside, u)
         return u, aux, [leaf, *own, *given]
 
     def vjp(
@@ -531,38 +475,6 @@ def refuse_unknown_arguments(branches: Sequence[nn.Module], kwargs: dict[str, An
             near = difflib.get_close_matches(name, names, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise BranchTypeError(f"no branch takes the keyword argument {name!r}{hint}")
-
-
-def alias(leaf: Any) -> Any:
-    """Return the same tensor behind a node of its own. (``view_as`` would change the strides of a batch of one.)"""
-    return leaf[...] if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
-
-
-_PLAIN = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device, torch.Generator)
-
-
-def objects_in(value: Any) -> list[Any]:
-    """Return an object and all that it holds, at any depth; not what modules and classes hold."""
-    found, met = [value], set[int]()
-    for each in found:  # which grows
-        if id(each) not in met and not isinstance(each, (Tensor, nn.Module, type, *_PLAIN)):
-            met.add(id(each))
-            found.extend(_held_by(each))
-    return found
-
-
-def _held_by(value: Any) -> list[Any]:
-    inside = value if isinstance(value, dict | list | tuple | set) else getattr(value, "__dict__", ())
-    return list(inside.values() if isinstance(inside, dict) else inside)
-
-
-def _look(kwargs: dict[str, Any]) -> list[Any]:
-    """Return what a branch could change in the objects it is given: tensors and sizes inside them."""
-    found = objects_in(kwargs)
-    return [
-        (id(x), version_of(x)) if isinstance(x, Tensor) else x if isinstance(x, _PLAIN) else len(_held_by(x))
-        for x in found
-    ]
 
 
 def _in_fp8() -> str | None:

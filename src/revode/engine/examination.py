@@ -16,7 +16,8 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from revode.engine.branch import Arguments, Context, Replayed
+from revode.engine.arguments import Arguments
+from revode.engine.branch import Context, Replayed
 from revode.engine.settings import SETTINGS
 from revode.schemes import Coupling
 

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 from revode import memory
 from revode.engine import arrival
-from revode.engine.branch import BranchError, Template, is_sharded, tensor_leaves
+from revode.engine.arguments import Template, tensor_leaves
+from revode.engine.branch import BranchError
+from revode.engine.inspection import is_sharded
 from revode.engine.replay import version_of
 from revode.engine.step import Step
 from revode.engine.tracing import compilation_is_possible, eagerly
@@ -77,7 +79,11 @@ class Path:
         """Return the pair behind a step, the branch's aux and its evaluation, inside a call of the branch."""
         step = make()
         self._add(step, p, q)
-        outputs: Any = self._apply(step, p, q)
+        try:
+            outputs: Any = self._apply(step, p, q)
+        except BaseException:
+            self.steps.pop()
+            raise
         return outputs[:2], None if step.aux is None else step.aux.fill(outputs[2:]), step.evaluation
 
     def run_all(self, steps: Sequence[Step], p: Tensor | None, q: Tensor) -> State:
@@ -95,6 +101,7 @@ class Path:
             pair = self._apply(step, *pair)
         self._placeholder = None
         with torch.no_grad():
+            p, q = None if p is None else p.detach(), q.detach()
             for step in steps:
                 p, q = q, self.advance(step, p, q)[0]
         assert p is not None
@@ -127,8 +134,9 @@ class Path:
         q_next, aux = step.advance(p, q, watched, not begins)
         if not begins:
             self.kept.pop(index, None)
-        pair = self.kept[index + 1] = q.detach(), None if alone else q_next.detach()
-        self._versions = {**(self._versions if self.length else {}), index + 1: _versions_of(pair)}
+            self._versions.pop(index, None)
+        pair = self.kept[index + 1] = _bare(q), None if alone else q_next if step.is_planned else q_next.detach()
+        self._versions[index + 1] = _versions_of(pair)
         if memory.watching and not step.is_planned:
             pairs = [tensor for pair in self.kept.values() for tensor in pair if tensor is not None]
             for counter in memory.watching:
@@ -330,6 +338,11 @@ def _pins_the_heap(tensor: Tensor) -> bool:
     """Return whether a tensor like this one lies between others on the heap of a CPU. (Devices keep small ones apart.)"""
     is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu"
     return is_plain and tensor.numel() * tensor.element_size() < 1 << 17
+
+
+def _bare(tensor: Tensor) -> Tensor:
+    """Return the tensor without its graph."""
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def _versions_of(pair: Pair) -> list[int | None]:

@@ -159,9 +159,6 @@ def _lent(tensors: list[tuple[Slot, Tensor | None]]) -> Iterator[None]:
 def _training_modes(contents: Contents, modes: list[bool]) -> Iterator[None]:
     """The modules of a branch in these modes inside, and as they were afterwards."""
     outside = contents.modes()
-    if outside == modes:
-        yield
-        return
     _set_modes(contents.modules, modes)
     try:
         yield
@@ -359,20 +356,19 @@ class Record:
             call: how to call the branch: (q, kwargs) -> u.
             lent: tensors to use in place of its own parameters; None if its own will do.
         """
-        contents = self.contents
-        with evaluating, self._surroundings(), contextlib.ExitStack() as restored:
-            if contents.modes() != self.modes:
-                restored.enter_context(_training_modes(contents, self.modes))
-            if contents.holds_state and (tensors := self._tensors_to_lend()):
-                restored.enter_context(_lent(tensors))
-            if self.draws:
-                restored.enter_context(drawn_again(self.draws))
-            left = iter(self.kept)
-            _calls.stack.append((self, left))
+        contents, left, stack = self.contents, iter(self.kept), _calls.stack
+        with (
+            evaluating,
+            self._surroundings(),
+            _NOTHING if contents.modes() == self.modes else _training_modes(contents, self.modes),
+            _lent(self._tensors_to_lend()) if contents.holds_state else _NOTHING,
+            drawn_again(self.draws) if self.draws else _NOTHING,
+        ):
+            stack.append((self, left))
             try:
                 u = _recall(contents.branch, call, q, kwargs, lent)
             finally:
-                _calls.stack.pop()
+                stack.pop()
         if next(left, None) is not None:
             raise RuntimeError(
                 "the recomputation calls revode.keep less often than forward did: keep what decides it, too"

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from revode.engine import arrival
-from revode.engine.branch import Arguments, Context, is_sharded, refuse_unknown_arguments, tensor_leaves
+from revode.engine.arguments import Arguments, tensor_leaves
+from revode.engine.branch import Context, refuse_unknown_arguments
 from revode.engine.grid import Grid, bytes_kept, with_strides
-from revode.engine.inspection import KNOWN
+from revode.engine.inspection import KNOWN, is_sharded
 from revode.engine.path import Path
 from revode.engine.regional import compile_branches
 from revode.engine.step import Step, step_of

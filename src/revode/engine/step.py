@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from revode.engine import arrival
-from revode.engine.branch import Arguments, Context, Known, Replayed, evaluation_of, known_field
+from revode.engine.arguments import Arguments
+from revode.engine.branch import Context, Known, Replayed, evaluation_of, known_field
 from revode.engine.grid import with_strides
 from revode.engine.regional import CompiledField
 from revode.schemes import Coupling, Factor, Rounding, is_number, times

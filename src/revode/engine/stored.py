@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from revode.engine.branch import Arguments, Context, Evaluation
+from revode.engine.arguments import Arguments
+from revode.engine.branch import Context, Evaluation
 from revode.engine.grid import gradient_in_strides
 from revode.engine.replay import Call, call_to_invert
 from revode.engine.step import advance, compiled_field, retreat

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from revode.engine import arrival
-from revode.engine.branch import Arguments, Context, tensor_leaves
+from revode.engine.arguments import Arguments, tensor_leaves
+from revode.engine.branch import Context
 from revode.engine.grid import with_strides
 from revode.engine.path import Path
 from revode.engine.replay import version_of
@@ -94,7 +95,6 @@ class Walk:
         context = Context(q.device, self.strategy.grid_for(scheme), keeps_aux, warned=self._warned)
         if coupling is None:
             (coupling,) = scheme.couplings(1, q, p is not None, index)
-        self.num_steps += 1
         try:
             if self._records() and _require_grad([p, q, *tensor_leaves(kwargs), *branch.parameters()]):
                 path = self._path if self._goes_on_from(state) else None
@@ -107,6 +107,7 @@ class Walk:
                 aux = call.aux[0] if keeps_aux else None
         finally:
             context.close()
+        self.num_steps += 1
         self._path, self._newest = path, (*pair, *map(version_of, pair))
         return pair, aux
 

@@ -21,10 +21,6 @@ from revode.networks.classifier import Stage as Stage
 from revode.networks.classifier import StagedClassifier as StagedClassifier
 from revode.networks.classifier import build as build
 from revode.networks.config import NetworkConfig as NetworkConfig
-from revode.networks.config import OdeConfig as OdeConfig
-from revode.networks.config import ResNetConfig as ResNetConfig
-from revode.networks.config import ReversibleConfig as ReversibleConfig
-from revode.networks.config import RevNetConfig as RevNetConfig
 from revode.networks.cost import Description as Description
 from revode.networks.families import FAMILIES as FAMILIES
 from revode.networks.families import Family as Family

@@ -234,11 +234,12 @@ def assemble(config: NetworkConfig, kind: type[StagedClassifier]) -> StagedClass
     """A network of this kind: stem, stages, head."""
     # The seed of smooth kernels is drawn before anything else, so that it does not depend on the depth.
     seed = int(torch.randint(2**62, (), device="cpu")) if config.init == "smooth" else None
-    # Seeds draw a ResNet's stem after its units, others' before.
-    stages = [] if config.row.scheme else _make_stages(config)
-    stem = config.passage.stem(config)
-    stages = stages or _make_stages(config)
-    model = kind(config, stem, stages, config.passage.head(config.head_channels, config.num_classes))
+    model = kind(
+        config,
+        config.passage.stem(config),
+        _make_stages(config),
+        config.passage.head(config.head_channels, config.num_classes),
+    )
     if seed is not None:
         generator = torch.Generator().manual_seed(seed)
         for _, sequence, _ in model.sequences():

@@ -299,10 +299,6 @@ class NetworkConfig:
         return kind(**values)
 
 
-OdeConfig = ReversibleConfig = RevNetConfig = ResNetConfig = NetworkConfig
-"""Names from when the kinds of families had configs of their own."""
-
-
 def squeezed_channels(first: int, num_units: int) -> tuple[int, ...]:
     """first, 4 first, 16 first, ...: what space-to-depth makes of the channels."""
     return tuple(first * 4**unit for unit in range(num_units))

@@ -1,13 +1,12 @@
 """A GPT on the engine: pre-norm blocks, rotary positions, tied embeddings, on tokens or bytes.
 
-Each of its schemes is a row of `SCHEMES`. Those that run two branches a step have attention and MLP as these two; the others
-have one branch of both, attention(x) + mlp(x + attention(x)), as in an ordinary block.
+It runs by any scheme of `revode.schemes.SCHEMES`. Schemes that run two branches a step have attention and MLP as these two; the
+others have one branch of both, attention(x) + mlp(x + attention(x)), as in an ordinary block.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -17,20 +16,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from revode.engine import ReversibleSequence
-from revode.errors import unknown
 from revode.networks.classifier import build
 from revode.networks.config import is_count
-from revode.schemes import BDIA, AdditiveCoupling, Leapfrog, MidPoint, Scheme, Verlet
-
-SCHEMES: dict[str, Callable[[float, float], Scheme]] = {
-    "none": lambda h, blend: MidPoint(h, blend=0.0),
-    "midpoint": lambda h, blend: MidPoint(h, blend=blend),
-    "leapfrog": lambda h, blend: Leapfrog(h),
-    "hamiltonian": lambda h, blend: Verlet(h),
-    "coupling": lambda h, blend: AdditiveCoupling(start="duplicate"),
-    "bdia": lambda h, blend: BDIA(h),
-}
-"""(h, blend) -> the scheme of this name; ``"none"`` is the plain residual network, whose activations are stored."""
+from revode.schemes import SCHEMES, Scheme, create_scheme
 
 FAMILY = "gpt"
 CHUNK = 1024
@@ -42,11 +30,11 @@ class GPTConfig:
     """What a GPT is built from.
 
     Attributes:
-        scheme: One of `SCHEMES`.
-        h: Step size; 1 is an ordinary residual network's.
-        blend: Of the midpoint.
+        scheme: Name in `revode.schemes.SCHEMES`; ``"midpoint"`` with a blend of 0 is the plain residual network.
+        h: Step size of schemes that take one; 1 is an ordinary residual network's.
+        blend: Blend of ``"midpoint"`` and ``"bdia"``.
         depth: Blocks of attention and MLP.
-        width: Of the states; with ``"hamiltonian"`` each branch sees half of it.
+        width: Of the states; with ``"verlet"`` each branch sees half of it.
         heads: Of each attention.
         context: Tokens that `generate` looks back at.
         vocabulary: Number of tokens; 256 for bytes.
@@ -68,8 +56,7 @@ class GPTConfig:
     family = FAMILY
 
     def __post_init__(self) -> None:
-        if self.scheme not in SCHEMES:
-            raise unknown("scheme", self.scheme, SCHEMES)
+        self.build_scheme()
         for name in ("depth", "width", "heads", "context", "vocabulary"):
             if not is_count(getattr(self, name)):
                 raise ValueError(f"{name} must be a positive number, got {getattr(self, name)!r}")
@@ -98,7 +85,9 @@ class GPTConfig:
         return self.build_scheme().init(torch.empty(1, 2 * self.width))[1].shape[1] // 2
 
     def build_scheme(self) -> Scheme:
-        return SCHEMES[self.scheme](self.h, self.blend)
+        """Return the scheme; one that can enter by (x, x) leaves each branch the whole width."""
+        start = "duplicate" if "duplicate" in getattr(SCHEMES.get(self.scheme), "starts", ()) else None
+        return create_scheme(self.scheme, h=self.h, blend=self.blend, start=start)
 
     def with_options(self, **options: Any) -> GPTConfig:
         """This config with options replaced; those that are not its own go to `ReversibleSequence`."""
@@ -185,7 +174,7 @@ class GPT(nn.Module):
             attention = Attention(config.branch_width, config.heads, config.dropout)
             mlp = MLP(config.branch_width, config.dropout)
             branches += [attention, mlp] if scheme.fields_per_step == 2 else [Block(attention, mlp)]
-        options: dict[str, Any] = {"split_dim": -1, "backprop": "store" if config.scheme == "none" else "reversible"}
+        options: dict[str, Any] = {"split_dim": -1, "backprop": "store" if scheme.carry == 0.0 else "reversible"}
         self.body = ReversibleSequence(branches, scheme, **(options | config.sequence))
         self.norm = nn.LayerNorm(config.width)
         self._initialize()

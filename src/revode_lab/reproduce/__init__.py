@@ -8,7 +8,7 @@ with the paper's numbers beside ours, a figure and the numbers as JSON.
 |---|---|
 | ``task`` | what a task is, and what it costs |
 | ``item`` | what a budget and an item are; completing tasks and writing what they found |
-| ``accuracy``, ``subsets``, ``depth``, ``stability`` | the items, by what they show |
+| ``accuracy``, ``subsets``, ``depth``, ``stability``, ``weights`` | the items, by what they show |
 | ``paper`` | the paper's own numbers |
 
 This file lists the items by name. It needs no torch, so that ``revode reproduce --help`` is quick.
@@ -25,6 +25,7 @@ ITEMS = {
     "memory": ("depth", "memory over depth under every gradient strategy"),
     "stability": ("stability", "the theory's claims, measured: eigenvalues, growth, step sizes"),
     "levels-74": ("accuracy", "hamiltonian-74 in multilevel training: small images first"),
+    "same-weights": ("weights", "a reversible and a stored training end with the same weights, bit for bit"),
     "levels-or-plain": ("accuracy", "multilevel against plain training at an equal cost"),
 }
 """Name -> module in this room that has it in its ``ITEMS``, one line of help."""

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import revode.engine.replay
 import revode.engine.step
 from revode import MidPoint, ReversalError, ReversibleSequence, SymmetricField
-from revode.engine.branch import Arguments, BranchError, Replayed
+from revode.engine.arguments import Arguments
+from revode.engine.branch import BranchError, Replayed
 from revode.engine.settings import Autocast
 from revode.schemes import Coupling
 

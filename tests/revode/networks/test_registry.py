@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import revode
-from revode.networks import NetworkConfig, OdeConfig, model_config
+from revode.networks import NetworkConfig, model_config
 from revode.networks.zoo import _RECIPES
 
 FAMILIES = ["hamiltonian", "hamiltonian-1layer", "midpoint", "leapfrog", "revnet", "resnet"]
@@ -56,7 +56,7 @@ def test_stl_suffix_makes_images_of_96_pixels():
 def test_models_can_be_registered_once(registry):
     @revode.register_model("tiny")
     def tiny() -> NetworkConfig:
-        return OdeConfig(name="tiny", family="leapfrog", blocks=(2, 2), channels=(4, 8), h=0.5)
+        return NetworkConfig(name="tiny", family="leapfrog", blocks=(2, 2), channels=(4, 8), h=0.5)
 
     assert "tiny" in revode.list_models()
     assert revode.create_model("tiny", num_classes=3)(torch.randn(2, 3, 8, 8)).shape == (2, 3)

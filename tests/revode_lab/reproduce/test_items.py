@@ -24,6 +24,7 @@ IN_TABLE = {
     "memory": "10 GB",
     "stability": "Re λ = 0: stable",
     "levels-74": "92.76 %",
+    "same-weights": "The weights are equal, bit for bit.",
     "levels-or-plain": "| hamiltonian-74, levels cut to 18 layers | 18@4:1,18@8:1 | 2 | 1.25 | ",
 }
 """What each page must have of the paper."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from revode.engine.branch import objects_in
+from revode.engine.arguments import objects_in
 from revode.engine.replay import is_replaying
 
 

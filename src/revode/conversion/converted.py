@@ -1,4 +1,4 @@
-"""Models that exist already, run reversibly: `convert` and `revert`.
+"""Converted blocks.
 
 A converted block is an instance of a subclass of its own class that overrides ``forward``: each call is one step of a walk, one
 autograd node, made inside the module's call, so that module hooks (FSDP2's among them) stay outside. Nothing is changed in the
@@ -13,15 +13,16 @@ import logging
 import math
 import warnings
 import weakref
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from revode.engine.branch import Arguments, Context, Replayed, alias, tensor_leaves
+from revode.conversion.hugging_face import Collector, is_cache, is_filled, refuse_updates
+from revode.engine.arguments import Arguments, alias, tensor_leaves
+from revode.engine.branch import Context, Replayed
 from revode.engine.grid import DEFAULT_BITS, Grid, gradient_in_strides, magnitude
 from revode.engine.path import Path
 from revode.engine.replay import is_replaying, version_of
@@ -29,12 +30,9 @@ from revode.engine.step import Step, advance
 from revode.engine.strategy import Strategy
 from revode.engine.tracing import compilation_is_possible, eagerly
 from revode.engine.walk import entered
-from revode.errors import unknown
-from revode.hugging_face import Collector, is_cache, is_filled, refuse_updates
 from revode.memory import adds
-from revode.schemes import BDIA, Coupling, Scheme
+from revode.schemes import Coupling, Scheme
 
-Model = TypeVar("Model", bound=nn.Module)
 _log = logging.getLogger("revode")
 
 
@@ -227,7 +225,7 @@ class Converted:
 
 
 @functools.cache
-def _converted_class(kind: type[nn.Module]) -> type[nn.Module]:
+def converted_class(kind: type[nn.Module]) -> type[nn.Module]:
     """Return the class of converted blocks of a kind, under the name of that kind."""
     members = {"_converted_from": kind, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
     return type(kind.__name__, (Converted, kind), members)
@@ -235,7 +233,7 @@ def _converted_class(kind: type[nn.Module]) -> type[nn.Module]:
 
 def _restore(kind: type[nn.Module]) -> nn.Module:
     """Make a converted block to be filled, for pickle and copy."""
-    return object.__new__(_converted_class(kind))
+    return object.__new__(converted_class(kind))
 
 
 def _inner(block: Any) -> Any:
@@ -279,7 +277,7 @@ def _step(block: Any, scheme: Scheme, args: tuple[Any, ...], kwargs: dict[str, A
             path = path or Path(length, conversion.strategy.verify)
             (p, q), rest, evaluation = path.run_here(make, p, q)
         else:
-            step = make()
+            step: Any = make()
             u, rest = step.evaluation.stored(q, given)
             evaluation, path, (p, q) = step.evaluation, None, (q, advance(context, step.coupling, number, p, q, u))
             context.note(q, f"after {name}")
@@ -348,162 +346,3 @@ def _without_caches(conversion: Conversion, name: str, values: dict[Any, Any]) -
         refuse_updates(cache)
         values = {**values, key: None}
     return values
-
-
-def convert(
-    model: Model,
-    path: str | Sequence[str] | None = None,
-    scheme: Scheme | None = None,
-    *,
-    blocks: slice = slice(None),
-    **options: Any,
-) -> Model:
-    """Run residual blocks of a model reversibly; return the model, which is changed.
-
-    Parameters, the keys of the ``state_dict``, the model's own loop and its hooks stay. With `BDIA` the model in eval mode is
-    the unconverted one, bit for bit. With other schemes it is another network with the same weights, to be fine-tuned.
-
-    The cost: beside one float32 pair, 1, 2, 4, 4, 8 or 8 bits are kept of each element and block for a blend of 2^-1 to 2^-6,
-    and nothing for ``MidPoint(h)``. Training a trained model on with BDIA's signs costs quality: 0.1 % of the loss
-    with the default, 5.6 % with ±1/2 (docs/transformers.md). An untrained model need not pay it: use `MidPoint`, or write it
-    with `AdditiveCoupling`.
-
-    >>> layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, norm_first=True)
-    >>> model = convert(nn.TransformerEncoder(layer, 12, enable_nested_tensor=False))
-    >>> model(torch.randn(2, 5, 16)).sum().backward()
-
-    Args:
-        model: the model.
-        path: of its ``nn.ModuleList`` or ``nn.Sequential`` of blocks, as in ``"transformer.h"``; ``""`` is the model itself;
-            several paths for several lists. Without it, the longest list of blocks of one class is taken.
-        scheme: how to run them: a scheme on one tensor; ``BDIA(blend=1/16)`` by default.
-        blocks: which of them, if some change the shape.
-        options: of `Strategy`: ``backprop``, ``exact``, ``anchor_every``, ``verify``. A blend below 1/2 implies ``exact``:
-            unless given, its bits are chosen from the states of the first batch, in which each block keeps its input.
-    """
-    if isinstance(path, list | tuple):
-        lists = [blocks_of(model, each)[1] for each in path]  # all are looked for before the first is changed
-        for each in lists:
-            convert(model, each, scheme, blocks=blocks, **options)
-        return model
-    others = lists_like_the_longest(model)[1:] if path is None else []
-    container, path = blocks_of(model, path)
-    children = {f"{path}.{i}".lstrip("."): getattr(m, "_orig_mod", m) for i, m in enumerate(container.children())}
-    chosen = dict(list(children.items())[blocks])
-    if blocks.step not in (None, 1) or not chosen:
-        raise ValueError(f"blocks must be a slice without step that chooses some of {len(children)}, got {blocks}")
-    time_first = any(isinstance(m, nn.MultiheadAttention) and not m.batch_first for m in container.modules())
-    scheme = BDIA(blend=1 / 16, batch_dim=int(time_first)) if scheme is None else scheme
-    if not isinstance(scheme, Scheme) or scheme.splits:
-        raise ValueError(f"convert takes a scheme that keeps the state whole, as BDIA() or MidPoint(), got {scheme!r}")
-    strategy = Strategy().replace(**options)
-    strategy.check_scheme(scheme)
-    if strategy.memory_budget is not None or strategy.compile:
-        raise ValueError("convert takes no memory_budget and does not compile: use ReversibleSequence")
-    for name, block in chosen.items():
-        if isinstance(block, Converted):
-            raise ValueError(f"{name} is converted already: revode.revert the model first")
-        if isinstance(block, torch.jit.ScriptModule):
-            raise ValueError(f"{name} is TorchScript code, which cannot be converted: give the module it was made from")
-    amplifies = scheme.shift is not None and 0.0 < abs(scheme.carry) < 0.5  # rounding, by 1 / |carry| at each step back
-    chooses_bits = amplifies and "exact" not in options and strategy.backprop == "reversible"
-    distinct = {block: name for name, block in reversed(chosen.items())}  # a block may be in the list twice
-    conversion = Conversion(scheme, strategy, chooses_bits)
-    for number, (block, name) in enumerate(reversed(distinct.items())):
-        own = block.__dict__.pop("forward", None)
-        block.__dict__["_revode"] = conversion, f"the converted block {name}", number, own
-        block.__class__ = _converted_class(type(block))
-    if type(model).forward is not nn.Module.forward and not isinstance(model, Converted):
-        model.register_forward_hook(conversion.watch, with_kwargs=True)
-    kind = type(next(iter(distinct))).__name__
-    _log.info("converted %d blocks %s of %r, %r", len(distinct), kind, path, scheme)
-    if others:
-        _log.warning(
-            "converted %d blocks %s of %r only; %s hold such blocks, too: convert takes a list of paths",
-            *(len(distinct), kind, path, ", ".join(map(repr, others))),
-        )
-    return model
-
-
-def revert(model: Model) -> Model:
-    """Undo `convert`: the blocks run as before; return the model, which is changed.
-
-    **Warning:** with another scheme than `BDIA`, a model that was trained as converted computes something else afterwards.
-
-    >>> revert(convert(nn.Sequential(*[nn.Sequential(nn.Linear(4, 4)) for _ in range(3)]), ""))[0](torch.ones(4)).shape
-    torch.Size([4])
-    """
-    found: list[Any] = [module for module in model.modules() if isinstance(module, Converted)]
-    if not found:
-        raise ValueError(f"{type(model).__name__} has no converted blocks to revert")
-    for conversion in conversions_in(model):
-        scheme = conversion.scheme.in_eval()
-        if conversion.is_trained and not (scheme.carry == 0.0 and scheme.coupling(0).is_plain):
-            _log.warning(
-                "a model that was trained with %r computes something else when it is reverted", conversion.scheme
-            )
-    for block in found:
-        own = block.__dict__.pop("_revode")[3]
-        if own is not None:
-            block.__dict__["forward"] = own
-        block.__class__ = block._converted_from
-    for module in model.modules():
-        for key, hook in list(module._forward_hooks.items()):
-            if isinstance(getattr(hook, "__self__", None), Conversion):
-                del module._forward_hooks[key], module._forward_hooks_with_kwargs[key]
-    return model
-
-
-def blocks_of(model: nn.Module, path: str | None = None) -> tuple[Any, str]:
-    """Return the list of blocks at `path`, or the longest one, and its path."""
-    lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential)}
-    if not lists:
-        raise ValueError(f"{type(model).__name__} has no nn.ModuleList or nn.Sequential of blocks to convert")
-    if path is not None and not isinstance(path, str):
-        raise TypeError(f"path must be the path of a list of blocks, got {path!r}; give a scheme by scheme=…")
-    if path is not None and path in lists:
-        return lists[path], path
-    candidates = {name: found for name, found in lists.items() if _are_blocks(found)}
-    if path is not None:
-        raise unknown(f"list of blocks in {type(model).__name__}", path, _outermost(candidates or lists))
-    longest = max(map(len, candidates.values()), default=0)
-    found = _outermost([name for name, blocks in candidates.items() if len(blocks) == longest])
-    if len(found) != 1:
-        names = [repr(name) for name in found or lists]
-        shown = ", ".join(names[:_MOST_NAMED]) + (", ..." if len(names) > _MOST_NAMED else "")
-        raise ValueError(
-            f"{type(model).__name__} does not tell which blocks to convert: give a path, or a list of paths. "
-            f"Its lists of {'equal blocks' if found else 'modules'}: {shown}"
-        )
-    return lists[found[0]], found[0]
-
-
-_MOST_NAMED = 10
-"""Lists of blocks that a message names."""
-
-
-def _outermost(names: Iterable[str]) -> list[str]:
-    """Return the paths that lie in no other of them."""
-    names = list(names)
-    return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
-
-
-def lists_like_the_longest(model: nn.Module) -> list[str]:
-    """Return the path that `convert` takes by default, and those of all lists of blocks of its classes."""
-    blocks, path = blocks_of(model)
-    kinds = {type(block) for block in blocks}
-    lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential) and len(m)]
-    return [path, *(name for name, m in lists if name != path and {type(block) for block in m} <= kinds)]
-
-
-def _are_blocks(modules: Any) -> bool:
-    """Return whether modules look like residual blocks: made of modules, and of one class or one base class."""
-    made = all(any(True for _ in m.children()) and not isinstance(m, nn.ModuleList | nn.ModuleDict) for m in modules)
-    kinds = [set(type(module).__mro__) for module in modules]
-    return made and bool(kinds and set.intersection(*kinds) - set(nn.Module.__mro__))
-
-
-def conversions_in(model: nn.Module) -> list[Conversion]:
-    """Return what the converted blocks of a model share, once each."""
-    shared = {id(block._revode[0]): block._revode[0] for block in model.modules() if isinstance(block, Converted)}
-    return list(shared.values())
