@@ -130,7 +130,7 @@ def samples(name: str, small: bool, device: torch.device) -> int:
 
 def cost(module: nn.Module, x: Tensor, device: torch.device, num_steps: int) -> tuple[float, int]:
     """Return the median of a step in seconds, and the peak of memory in a step: of the device, else of activations."""
-    for _ in range(1 if device.type == "cpu" else 2):  # compiles, and chooses kernels
+    for _ in range(2):  # compiles, and chooses kernels
         step(module, x)
     seconds = []
     clock = time.process_time if device.type == "cpu" else time.perf_counter  # a CPU has other work, too
