@@ -35,7 +35,6 @@ def blocks_of(model: nn.Module, path: str | None = None) -> tuple[Any, str]:
 
 
 _MOST_NAMED = 10
-"""Lists of blocks that a message names."""
 
 
 def _outermost(names: Iterable[str]) -> list[str]:
@@ -45,7 +44,7 @@ def _outermost(names: Iterable[str]) -> list[str]:
 
 
 def lists_like_the_longest(model: nn.Module) -> list[str]:
-    """Return the path that `convert` takes by default, and those of all lists of blocks of its classes."""
+    """Return the path that `convert` takes by default, and the paths of all other lists of blocks of the same classes."""
     blocks, path = blocks_of(model)
     kinds = {type(block) for block in blocks}
     lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential) and len(m)]
@@ -53,7 +52,7 @@ def lists_like_the_longest(model: nn.Module) -> list[str]:
 
 
 def _are_blocks(modules: Any) -> bool:
-    """Return whether modules look like residual blocks: made of modules, and of one class or one base class."""
+    """Return True if modules look like residual blocks: made of modules, and of one class or one base class."""
     made = all(any(True for _ in m.children()) and not isinstance(m, nn.ModuleList | nn.ModuleDict) for m in modules)
     kinds = [set(type(module).__mro__) for module in modules]
     return made and bool(kinds and set.intersection(*kinds) - set(nn.Module.__mro__))

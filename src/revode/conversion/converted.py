@@ -1,8 +1,9 @@
 """Converted blocks.
 
-A converted block is an instance of a subclass of its own class that overrides ``forward``: each call is one step of a walk, one
-autograd node, made inside the module's call, so that module hooks (FSDP2's among them) stay outside. Nothing is changed in the
-model's loop. A block goes on with a walk if its input is, by autograd and by storage, what was handed out last, or begins one.
+A converted block is an instance of a subclass of its own class that overrides ``forward``. Each call is one step of a walk: one
+autograd node, made inside the module's call, so that module hooks (FSDP2's among them) stay outside. The model's loop is not
+changed. A block continues a walk if its input is, by autograd and by storage, the tensor that the walk handed out last.
+Otherwise it begins one.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ _log = logging.getLogger("revode")
 
 @dataclass
 class Conversion:
-    """What the converted blocks of a model share."""
+    """The scheme, strategy and counts that the converted blocks of a model share."""
 
     scheme: Scheme
     strategy: Strategy
     chooses_bits: bool
-    """Whether the grid's bits are chosen from the states of the first batch."""
+    """True if the grid's bits are chosen from the states of the first batch."""
     magnitudes: dict[int, float] = field(default_factory=dict)
     """The largest magnitude of a state behind each block, until the bits are chosen."""
     num_calls: int = 0
@@ -51,10 +52,9 @@ class Conversion:
     warned: set[str] = field(default_factory=set)
     leaves_out_cache: bool = False
     is_trained: bool = False
-    """Whether gradients were recorded in a call."""
+    """True if gradients were recorded in a call."""
 
     def warn(self, topic: str, text: str) -> None:
-        """Warn once of a topic."""
         if topic not in self.warned:
             self.warned.add(topic)
             warnings.warn(text, stacklevel=6)
@@ -72,7 +72,7 @@ class Conversion:
         return None if self.chooses_bits else self.strategy.grid_for(scheme)
 
     def watch(self, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        """Warn if a call of the model trained past the blocks; raise if it misses a cache that was asked for. Its hook."""
+        """Warn if the model trained past its blocks; raise if it misses a cache that was asked for. (A hook of the model.)"""
         before, left_out, name = self.num_calls_before, self.leaves_out_cache, type(model).__name__
         self.num_calls_before, self.leaves_out_cache = self.num_calls, False
         if left_out and (kwargs.get("use_cache") or any(map(is_cache, kwargs.values()))):
@@ -87,7 +87,7 @@ class Conversion:
 
 @dataclass(eq=False)
 class Head:
-    """Where a walk can go on: owned by the tensor that was handed out, so that nothing lives longer than that."""
+    """A point from which a walk can continue. The tensor that was handed out owns it, so that nothing outlives that tensor."""
 
     path: Path | None
     """The steps so far; None where no gradients were recorded."""
@@ -97,12 +97,12 @@ class Head:
     """The number of steps so far."""
     grid: Grid | None
     handed: Tensor
-    """What was handed out: a copy of q in the model's dtype. Detached."""
+    """The tensor that was handed out: a copy of q in the model's dtype. Detached."""
     version: int | None
     is_used: bool = False
 
     def fits(self, x: Tensor) -> bool:
-        """Return whether x is what was handed out, as it was."""
+        """Return True if x is the tensor that was handed out, unchanged."""
         then = self.handed
         same = (then.shape, then.stride(), self.version) == (x.shape, x.stride(), version_of(x))
         return same and (torch.compiler.is_compiling() or then.data_ptr() == x.data_ptr())
@@ -113,7 +113,7 @@ _ALIASES = ("AliasBackward0", "ViewBackward0", "RegisterPostBackwardFunctionBack
 
 
 def _head_of(x: Tensor) -> Head | None:
-    """Return the head that x continues, if x is what a walk handed out last."""
+    """Return the head that x continues, or None."""
     if x.grad_fn is None:
         head = getattr(x, "_revode_head", None)
         head = head if head is not None and head.path is None else None
@@ -128,7 +128,7 @@ def _head_of(x: Tensor) -> Head | None:
 class _TakeBack(torch.autograd.Function):
     """The state q of which x is the copy that was handed out in a lower precision.
 
-    The gradient goes both ways: rounded through x, which hooks on x see, and what rounding leaves through q.
+    Hooks on x see the rounded gradient; the rest of the gradient goes to q.
     """
 
     @staticmethod
@@ -150,9 +150,9 @@ class _BlockEvaluation(Replayed):
     dtype: torch.dtype
     handed_dtype: torch.dtype
     is_whole = False
-    """Whether the step is the plain q + F(q), which is block(q) to the bit."""
+    """True if the step is the plain q + F(q), which is block(q) to the bit."""
     kind: Any = None
-    """What the block returns: None for a tensor, or the type of its tuple or list."""
+    """The type of the tuple or list that the block returns; None for a tensor."""
     collector: Collector
 
     def call(self, q: Tensor, kwargs: dict[str, Any]) -> Any:
@@ -182,7 +182,7 @@ class _BlockEvaluation(Replayed):
                 "the shape, as by blocks=slice(1, None), or give the path of another list"
             )
         self.handed_dtype = y.dtype
-        looks = y.requires_grad and q.requires_grad and self.context.warns_of("skip")  # once
+        looks = y.requires_grad and q.requires_grad and self.context.warns_of("skip")
         if looks and not adds(y, q, lambda name: not name.startswith(_MIXING)):
             warnings.warn(
                 f"{self.name} has no skip connection: if the model adds it, as in x = x + block(x), the converted model "
@@ -195,11 +195,11 @@ class _BlockEvaluation(Replayed):
 
 
 _MIXING = ("Convolution", "MkldnnConvolution", "Mm", "Addmm", "Bmm", "Baddbmm", "Linear", "MkldnnLinear", "ScaledDot")
-"""Operations that no skip connection goes through, as their nodes in a graph begin."""
+"""Operations that no skip connection goes through, by the beginning of their nodes' names."""
 
 
 class Converted:
-    """Mixed into the class of a converted block: its forward is a step of a walk."""
+    """A mixin for the class of a converted block, whose forward is a step of a walk."""
 
     _converted_from: type[nn.Module]
     _revode: Any
@@ -232,7 +232,7 @@ def converted_class(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def _restore(kind: type[nn.Module]) -> nn.Module:
-    """Make a converted block to be filled, for pickle and copy."""
+    """Make an empty converted block, for pickle and copy."""
     return object.__new__(converted_class(kind))
 
 
@@ -243,7 +243,7 @@ def _inner(block: Any) -> Any:
 
 
 def _step(block: Any, scheme: Scheme, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return what a converted block returns, with the state behind its step of a walk in place of its own."""
+    """Return the block's own outputs, with the state behind its step of a walk in place of the first."""
     conversion, name, number, _ = block._revode
     conversion.num_calls += 1
     x, args, kwargs = _state_of(block, args, kwargs)
@@ -286,8 +286,8 @@ def _step(block: Any, scheme: Scheme, args: tuple[Any, ...], kwargs: dict[str, A
     finally:
         context.close()
     assert isinstance(evaluation, _BlockEvaluation)
-    handed: Any = q.to(evaluation.handed_dtype, copy=True)  # the loop may change it, and the walk keeps its own
-    if head is not None:  # nobody goes on from there
+    handed: Any = q.to(evaluation.handed_dtype, copy=True)  # the loop may change its copy; the walk keeps q
+    if head is not None:  # only one block may continue from there
         head.is_used, head.path, head.p, head.q = True, None, None, head.handed
     handed._revode_head = Head(path, p, q, index + 1, grid, handed.detach(), version_of(handed))
     if handed.grad_fn is not None:

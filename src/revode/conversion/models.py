@@ -31,10 +31,9 @@ def convert(
     Parameters, the keys of the ``state_dict``, the model's own loop and its hooks stay. With `BDIA` the model in eval mode is
     the unconverted one, bit for bit. With other schemes it is another network with the same weights, to be fine-tuned.
 
-    The cost: beside one float32 pair, 1, 2, 4, 4, 8 or 8 bits are kept of each element and block for a blend of 2^-1 to 2^-6,
-    and nothing for ``MidPoint(h)``. Training a trained model on with BDIA's signs costs quality: 0.1 % of the loss
-    with the default, 5.6 % with ±1/2 (docs/transformers.md). An untrained model need not pay it: use `MidPoint`, or write it
-    with `AdditiveCoupling`.
+    Beside one float32 pair, bits are kept of each element and block: 1, 2, 4, 4, 8 or 8 for a blend of 2^-1 to 2^-6, none for
+    ``MidPoint(h)``. Training a trained model on with BDIA's signs costs quality: 0.1 % of the loss with the default, 5.6 % with
+    ±1/2 (docs/transformers.md). For an untrained model use `MidPoint`, or write it with `AdditiveCoupling`, at no such cost.
 
     >>> layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, norm_first=True)
     >>> model = convert(nn.TransformerEncoder(layer, 12, enable_nested_tensor=False))
@@ -43,8 +42,8 @@ def convert(
     Args:
         model: the model.
         path: of its ``nn.ModuleList`` or ``nn.Sequential`` of blocks, as in ``"transformer.h"``; ``""`` is the model itself;
-            several paths for several lists. Without it, the longest list of blocks of one class is taken.
-        scheme: how to run them: a scheme on one tensor; ``BDIA(blend=1/16)`` by default.
+            several paths for several lists. By default, the longest list of blocks of one class.
+        scheme: a scheme on one tensor; ``BDIA(blend=1/16)`` by default.
         blocks: which of them, if some change the shape.
         options: of `Strategy`: ``backprop``, ``exact``, ``anchor_every``, ``verify``. A blend below 1/2 implies ``exact``:
             unless given, its bits are chosen from the states of the first batch, in which each block keeps its input.
@@ -73,7 +72,7 @@ def convert(
             raise ValueError(f"{name} is converted already: revode.revert the model first")
         if isinstance(block, torch.jit.ScriptModule):
             raise ValueError(f"{name} is TorchScript code, which cannot be converted: give the module it was made from")
-    amplifies = scheme.shift is not None and 0.0 < abs(scheme.carry) < 0.5  # rounding, by 1 / |carry| at each step back
+    amplifies = scheme.shift is not None and 0.0 < abs(scheme.carry) < 0.5  # rounding grows by 1 / |carry| a step back
     chooses_bits = amplifies and "exact" not in options and strategy.backprop == "reversible"
     distinct = {block: name for name, block in reversed(chosen.items())}  # a block may be in the list twice
     conversion = Conversion(scheme, strategy, chooses_bits)
@@ -94,7 +93,7 @@ def convert(
 
 
 def revert(model: Model) -> Model:
-    """Undo `convert`: the blocks run as before; return the model, which is changed.
+    """Undo `convert`: run the blocks as before; return the model, which is changed.
 
     **Warning:** with another scheme than `BDIA`, a model that was trained as converted computes something else afterwards.
 
@@ -123,6 +122,6 @@ def revert(model: Model) -> Model:
 
 
 def conversions_in(model: nn.Module) -> list[Conversion]:
-    """Return what the converted blocks of a model share, once each."""
+    """Return the `Conversion` of each list of converted blocks, once each."""
     shared = {id(block._revode[0]): block._revode[0] for block in model.modules() if isinstance(block, Converted)}
     return list(shared.values())

@@ -1,4 +1,4 @@
-"""Keyword arguments of branches: tensors in nests, kept for the recomputation, and what a branch may change in them."""
+"""Keyword arguments of branches: tensors in nests, kept for the recomputation, and checks for changes in place."""
 
 from __future__ import annotations
 
@@ -18,11 +18,7 @@ def tensor_leaves(tree: Any) -> list[Tensor]:
 
 
 class Template:
-    """A nest of dicts, lists and tuples without its tensors, to be filled with others.
-
-    Args:
-        tree: the nest.
-    """
+    """A nest of dicts, lists and tuples without its tensors, to be filled with others."""
 
     def __init__(self, tree: Any) -> None:
         leaves, self._spec = pytree.tree_flatten(tree)
@@ -30,7 +26,6 @@ class Template:
         self._leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
     def __len__(self) -> int:
-        """Return how many tensors it takes."""
         return len(self._places)
 
     def fill(self, tensors: Sequence[Tensor]) -> Any:
@@ -42,18 +37,14 @@ class Template:
 
 
 class Arguments:
-    """The keyword arguments of a call: what a branch is given in forward, and again in backward.
-
-    Args:
-        kwargs: keyword arguments.
-    """
+    """The keyword arguments of a call, for a branch in forward and again in backward."""
 
     def __init__(self, kwargs: dict[str, Any]) -> None:
         self.given = bool(kwargs)
         self.tensors: list[Tensor] = []
-        """The tensors among them, detached: what a walk keeps."""
+        """The tensors among the arguments, detached, for the walk to keep."""
         self.trained: list[Tensor] = []
-        """Those that require a gradient, until the walk has nodes for them."""
+        """The tensors that require a gradient, until the walk has nodes for them."""
         if kwargs:
             self._template, leaves = Template(kwargs), tensor_leaves(kwargs)
             self.trained = [leaf for leaf in leaves if leaf.requires_grad]
@@ -62,11 +53,10 @@ class Arguments:
             self.versions = [version_of(tensor) for tensor in self.tensors]
 
     def detached(self) -> dict[str, Any]:
-        """Return the keyword arguments around detached tensors."""
         return self._template.fill(self.tensors) if self.given else {}
 
     def tracked(self, wanted: bool) -> tuple[dict[str, Any], list[Tensor]]:
-        """Return the keyword arguments around new leaves, and those of the leaves to differentiate for."""
+        """Return the keyword arguments around new leaves, and the leaves to differentiate for."""
         if not self.given:
             return {}, []
         tensors = list(self.tensors)
@@ -92,9 +82,9 @@ _PLAIN = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device
 
 
 def objects_in(value: Any) -> list[Any]:
-    """Return an object and all that it holds, at any depth; not what modules and classes hold."""
+    """Return an object and everything in it, at any depth, except the contents of modules and classes."""
     found, met = [value], set[int]()
-    for each in found:  # which grows
+    for each in found:  # the list grows meanwhile
         if id(each) not in met and not isinstance(each, (Tensor, nn.Module, type, *_PLAIN)):
             met.add(id(each))
             found.extend(_held_by(each))
@@ -107,7 +97,7 @@ def _held_by(value: Any) -> list[Any]:
 
 
 def look_into(kwargs: dict[str, Any]) -> list[Any]:
-    """Return what a branch could change in the objects it is given: tensors and sizes inside them."""
+    """Return the parts that a branch could change in the objects it is given: tensors and sizes inside them."""
     found = objects_in(kwargs)
     return [
         (id(x), version_of(x)) if isinstance(x, Tensor) else x if isinstance(x, _PLAIN) else len(_held_by(x))

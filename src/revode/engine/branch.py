@@ -1,6 +1,6 @@
 """Ways to evaluate a branch: `Replayed` for any module, `Known` for a field that gives its own VJP.
 
-Each has ``value(q)`` for forward and ``vjp(q, g)`` for backward; it is chosen once for each branch of a forward pass. (Compiled
+Each has ``value(q)`` for forward and ``vjp(q, g)`` for backward; one is chosen for each branch of a forward pass. (Compiled
 fields run together with their coupling, see ``step``.)
 """
 
@@ -34,7 +34,7 @@ _FAILURES = (AssertionError, IndexError, RuntimeError, TypeError, ValueError)
 
 
 class BranchError(ValueError, RuntimeError):
-    """A branch failed, or broke a rule; says which, and on what. Caught as `ValueError` or as torch's `RuntimeError`."""
+    """A branch failed, or broke a rule. The message names the branch. Caught as `ValueError` or as torch's `RuntimeError`."""
 
 
 class BranchTypeError(BranchError, TypeError):
@@ -42,15 +42,13 @@ class BranchTypeError(BranchError, TypeError):
 
 
 class Context:
-    """What the branches of one forward pass share.
+    """The things that the branches of one forward pass share.
 
     Args:
-        device: where the states live.
-        grid: the grid that states live on, for exact reversing.
         keeps_aux: whether the aux of branches that return ``(u, aux)`` is wanted.
         compiled: whether fields that give their own VJP run compiled.
-        hint: what to say of the state when a branch fails on it.
-        warned: what the owner of the branches has been warned of.
+        hint: ends the message of a failing branch.
+        warned: topics of which the owner of the branches has been warned.
     """
 
     def __init__(
@@ -80,12 +78,11 @@ class Context:
         return first
 
     def note(self, state: Tensor | None, where: str) -> None:
-        """Remember how large a state on the grid is."""
         if self.flags is not None and state is not None:
             self.flags.note(state, where)
 
     def close(self) -> None:
-        """Have the range of all states so far judged, and forget the RNG states of the last branch."""
+        """Check the range of all states so far, and forget the RNG states of the last branch."""
         if self.streams is not None:
             self.streams.forget()
         if self.flags is not None:
@@ -104,20 +101,11 @@ def known_field(branch: nn.Module, q: Tensor, context: Context, has_arguments: b
 
 
 def branch_name(index: int, branch: nn.Module) -> str:
-    """Return how messages name a branch."""
     return f"branch {index} ({type(branch).__name__})"
 
 
 class Evaluation:
-    """One branch in one forward pass, evaluated by calling it; gradients, if any, are left to ordinary autograd.
-
-    Args:
-        context: what the branches of the pass share.
-        index: the place of the branch, for messages.
-        branch: the module.
-        arguments: its keyword arguments.
-        name: how messages name it.
-    """
+    """One branch in one forward pass, evaluated by calling it. Ordinary autograd gives the gradients, if any."""
 
     def __init__(
         self, context: Context, index: int, branch: nn.Module, arguments: Arguments, name: str | None = None
@@ -129,14 +117,12 @@ class Evaluation:
         self.name = branch_name(index, branch) if name is None else name
 
     def contents(self) -> Contents:
-        """Return what the branch holds."""
         try:
             return contents_of(self.branch)
         except ValueError as error:
             raise BranchError(f"{self.name} cannot be recomputed: {error}") from error
 
     def held(self) -> Iterable[Tensor]:
-        """Return the parameters that the branch holds."""
         return [home[key] for home, key, _ in self.contents().parameters]
 
     def call(self, q: Tensor, kwargs: dict[str, Any]) -> Any:
@@ -152,13 +138,9 @@ class Evaluation:
         return kwargs if takes is None else {name: value for name, value in kwargs.items() if name in takes}
 
     def evaluate(self, q: Tensor, kwargs: dict[str, Any], call: Call, *, once: bool = True) -> tuple[Tensor, Any]:
-        """Return u = F(q) through `call`, in the state's shape, dtype and strides; and its aux, if any.
+        """Return u = F(q) through `call`, in the state's shape, dtype and strides; and the branch's aux, if any.
 
-        Args:
-            q: the state.
-            kwargs: keyword arguments, from which those that it takes are chosen.
-            call: how to evaluate it.
-            once: False if it will be evaluated again, so that it must not change what it is given.
+        `once` is False if the branch will be evaluated again, so that it must not change its arguments.
         """
         kwargs = self.taken(kwargs)
         if self.context.traced:
@@ -211,7 +193,6 @@ class Evaluation:
         return with_strides(u, q.stride()), aux
 
     def warn_of_lost_aux(self, aux: Any) -> None:
-        """Warn once that a training step drops what the branch returned beside its value."""
         if aux is not None and self.branch.training and not self.context.traced and self.context.warns_of("aux"):
             warnings.warn(
                 f"{self.name} returned (u, aux), and nobody asked for the aux, so a loss in it trains nothing: call with "
@@ -220,7 +201,7 @@ class Evaluation:
             )
 
     def failure(self, q: Tensor, error: Exception) -> Exception:
-        """Return an error of the branch that says which branch it is, and on what it failed."""
+        """Return the branch's error with the name of the branch and its state."""
         if isinstance(error, torch.OutOfMemoryError):
             return error
         text = (
@@ -229,14 +210,11 @@ class Evaluation:
         return (BranchTypeError if isinstance(error, TypeError) else BranchError)(text)
 
     def stored_call(self, shared: set[int]) -> Call:
-        """Return how to call the branch so that stored gradients are summed in the engine's order.
+        """Return a call of the branch that sums stored gradients in the engine's order: within a branch first, then over depth.
 
-        That is within a branch first, then over depth. Each branch sees its own alias of the state, of the keyword arguments
-        and of the parameters it shares with others, and under autocast casts its weights itself, so that gradients of
-        several uses are added in full precision.
-
-        Args:
-            shared: identities of the parameters that several branches use.
+        Each branch sees its own alias of the state, of the keyword arguments and of the parameters in `shared`, whose
+        identities these are. Under autocast it casts its weights itself, so that gradients of several uses are added in full
+        precision.
         """
         branch, autocast = self.branch, self.context.autocast
 
@@ -251,10 +229,10 @@ class Evaluation:
 
 
 class Replayed(Evaluation):
-    """Any module: its recomputation sees what forward saw, and its VJP comes from autograd."""
+    """Any module: its recomputation sees what forward saw, and autograd gives its VJP."""
 
     writes_over_value = False
-    """Whether nobody else needs what ``value`` and ``vjp`` return, so that it may be written over."""
+    """True if nobody else needs the results of ``value`` and ``vjp``, so that they may be written over."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
@@ -269,14 +247,13 @@ class Replayed(Evaluation):
         self.record = Record(contents, context.autocast, context.streams, context.grid is not None)
 
     def contents(self) -> Contents:
-        """Return what the branch held when this pass began."""
         return self.record.contents
 
     def held(self) -> Iterable[Tensor]:
         return self.parameters.values()
 
     def release(self) -> None:
-        """Let go of what a recomputation needs."""
+        """Free the tensors that a recomputation needs."""
         del self.record, self.arguments
 
     def tensors(self) -> list[Tensor]:
@@ -293,7 +270,7 @@ class Replayed(Evaluation):
         self.arguments.check_unchanged()
 
     def value(self, q: Tensor, recomputed: bool = True) -> tuple[Tensor, Any]:
-        """Return u = F(q) and its aux in forward; what the branch met is recorded, if it will be recomputed."""
+        """Return u = F(q) and its aux in forward; record RNG states and buffers if the branch will be recomputed."""
         first = self.record.first
         call = self.call
         return self.evaluate(
@@ -328,17 +305,9 @@ class Replayed(Evaluation):
     def vjp(
         self, q: Tensor, g: Tensor | None, g_aux: Sequence[Tensor | None], coupling: Coupling, needs_value: bool
     ) -> tuple[Tensor | None, Sequence[Tensor | None], Factor]:
-        """Return u = F(q) and the products of g with the Jacobians of a F: by q, then by each of ``tensors``.
+        """Return u = F(q), the VJPs of g through a F by q and by each of ``tensors``, and a factor that the VJPs still lack.
 
-        Args:
-            q: the state.
-            g: the gradient by q'.
-            g_aux: gradients by the tensors of the branch's aux.
-            coupling: whose gain is a.
-            needs_value: whether u is wanted.
-
-        Returns:
-            u; the products, or nothing; and a factor that the products still lack.
+        g is the gradient by q', `g_aux` has those by the tensors of the aux, and a is the gain of `coupling`.
         """
         wanted = g is not None or any(grad is not None for grad in g_aux)
         if not (wanted or needs_value):
@@ -379,10 +348,9 @@ class Replayed(Evaluation):
             raise
 
     def _leaves(self, wanted: bool) -> tuple[list[Tensor], dict[str, Tensor] | None]:
-        """Return the parameters to differentiate for, and what to lend the branch if its own will not do.
+        """Return the parameters to differentiate for, and the tensors to lend the branch in place of its own, if any.
 
-        Its own parameters serve as leaves where nothing distinguishes them from those of the forward pass and no hook on
-        them would be called twice.
+        A branch's own parameters serve as leaves if they are as in the forward pass, and no hook on them would be called twice.
         """
         trained, own = self.trained, self.parameters
         for (home, key, name), then in zip(self.record.contents.parameters, own.values(), strict=True):
@@ -396,10 +364,7 @@ class Replayed(Evaluation):
             return [leaves[name] for name in trained], {name: alias(leaf) for name, leaf in leaves.items()}
 
     def _look_at_graph(self, outputs: Sequence[Tensor], leaves: Sequence[Tensor], coupling: Coupling) -> None:
-        """Raise if an output depends on a tensor that requires grad and that we do not know: its gradient would be lost.
-
-        Warn once of a branch that contains its own skip connection.
-        """
+        """Raise if an output depends on an unknown tensor that requires grad; warn once of a skip connection in the branch."""
         contents = self.record.contents
         if contents.is_known and contents.has_skip is not None:
             return  # modules of known classes, without hooks, use their own parameters and what they are given
@@ -453,13 +418,13 @@ class Known(Replayed):
         return None if u is None else u.to(q.dtype), [g_state, *g_parameters], gain if later else 1.0
 
     def _holds_its_parameters(self) -> bool:
-        """Return whether the field still holds the parameters of forward (``torch.func.functional_call`` lends others)."""
+        """Return True if the field still holds the parameters of forward (``torch.func.functional_call`` lends others)."""
         held = self.branch.tensors()
         return len(held) == len(self.parameters) and all(map(operator.is_, held, self.parameters.values()))
 
 
 def evaluation_of(context: Context, index: int, branch: nn.Module, arguments: Arguments, q: Tensor) -> Replayed:
-    """Return how to evaluate a branch on states like q, so that it can be recomputed."""
+    """Return a replayable evaluation of a branch on states like q."""
     known = known_field(branch, q, context, arguments.given) is not None
     return (Known if known else Replayed)(context, index, branch, arguments)
 
@@ -478,7 +443,7 @@ def refuse_unknown_arguments(branches: Sequence[nn.Module], kwargs: dict[str, An
 
 
 def _in_fp8() -> str | None:
-    """Return why a branch with modules of Transformer Engine cannot be recomputed just now, or None."""
+    """Return why a branch with modules of Transformer Engine cannot be recomputed now, or None."""
     names = ("transformer_engine.pytorch.quantization", "transformer_engine.pytorch.fp8")
     managers = [getattr(sys.modules.get(name), "FP8GlobalStateManager", None) for name in names]
     if not any(manager is not None and manager.is_fp8_enabled() for manager in managers):

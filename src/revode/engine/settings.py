@@ -28,11 +28,11 @@ class Autocast:
         self.dtype = torch.get_autocast_dtype(device_type) if self.available else torch.float32
 
     def compute_dtype(self, q: Tensor) -> torch.dtype:
-        """What convolutions of q compute in."""
+        """Return the dtype of convolutions of q."""
         return self.dtype if self.enabled and q.dtype != torch.float64 else q.dtype
 
     def differs(self) -> bool:
-        """Return whether autocast has to be entered or left for a recomputation here and now."""
+        """Return True if a recomputation must enter or leave autocast here and now."""
         return self.enabled or (self.available and torch.is_autocast_enabled(self.device_type))
 
     def restore(self) -> contextlib.AbstractContextManager[Any]:
@@ -41,18 +41,18 @@ class Autocast:
         return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=False)
 
     def disabled(self) -> contextlib.AbstractContextManager[Any]:
-        """No autocast inside, whatever the backward pass is called under."""
+        """Disable autocast inside, under which the backward pass may be called."""
         if not (self.available and torch.is_autocast_enabled(self.device_type)):
             return contextlib.nullcontext()
         return torch.autocast(self.device_type, enabled=False)
 
 
 Setting = tuple[Callable[[], Any], Callable[[Any], Any]]
-"""How to read and to write one setting."""
+"""Functions that read and write one setting."""
 
 
 def _all_settings() -> dict[str, Setting]:
-    """Return by name what chooses between kernels of different bits. A setting that implies others stands before them."""
+    """Return by name the settings that choose between kernels of different bits. One that implies others stands before them."""
     c: Any = torch._C
     found: dict[str, Setting] = {
         "default_dtype": (torch.get_default_dtype, torch.set_default_dtype),
@@ -89,7 +89,7 @@ def _apply(write: Callable[..., Any], value: Any) -> None:
 
 
 def _or_none(read: Callable[[], Any]) -> Any:
-    """Return what `read` returns; None where torch refuses to tell, since a newer setting that implies it was used."""
+    """Return the result of `read`, or None where torch refuses, since a newer setting that implies this one was used."""
     try:
         return read()
     except RuntimeError:
@@ -97,7 +97,7 @@ def _or_none(read: Callable[[], Any]) -> Any:
 
 
 SETTINGS = _all_settings()
-"""Name -> how to read and to write it."""
+"""Functions that read and write each setting, by its name."""
 _READERS = [read for read, _ in SETTINGS.values()]
 
 
@@ -111,7 +111,7 @@ class Settings:
         """The backward pass that was found to run under the same settings."""
 
     def restore(self) -> contextlib.AbstractContextManager[None]:
-        """Have them hold inside, and those of the caller afterwards."""
+        """Restore the settings inside, and those of the caller afterwards."""
         backward_pass = torch._C._current_graph_task_id()
         if backward_pass == self._same_in != -1:
             return _NOTHING

@@ -18,15 +18,7 @@ from revode.schemes import Coupling
 
 
 class Pass:
-    """The branches of one call with their coefficients, arguments and context.
-
-    Args:
-        branches: the branches in order.
-        couplings: the coefficients of each.
-        context: what they share.
-        kwargs: keyword arguments; each goes to the branches that take it.
-        first: the number of steps before the first branch.
-    """
+    """The branches of one call with their coefficients, arguments and context; `first` steps came before."""
 
     def __init__(
         self,
@@ -42,7 +34,7 @@ class Pass:
         self.kwargs = kwargs
         self.first = first
         self.aux: list[Any] = []
-        """What branches returned beside their value, if that is wanted."""
+        """The aux of the branches, if wanted."""
         self._shared: set[int] | None = None
 
     def advance(self, index: int, p: Tensor | None, q: Tensor) -> Tensor:
@@ -60,7 +52,6 @@ class Pass:
         return u if self.context.grid is None or not u.requires_grad else gradient_in_strides(u)
 
     def couple(self, index: int, p: Tensor | None, q: Tensor, u: Tensor) -> Tensor:
-        """Return q' from u = F(q)."""
         q_next = advance(self.context, self.couplings[index], self.first + index, p, q, u)
         self.context.note(q_next, f"after {self._evaluation(index).name}")
         return q_next

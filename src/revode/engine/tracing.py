@@ -1,4 +1,4 @@
-"""What the engine needs to know of ``torch.compile``.
+"""The engine's view of ``torch.compile``.
 
 Nothing here imports dynamo: it takes as long to import as torch itself, and most runs never compile.
 """
@@ -14,13 +14,13 @@ from torch import nn
 
 
 def compilation_is_possible() -> bool:
-    """Return whether anything may be compiled in this process."""
+    """Return True if anything may be compiled in this process."""
     return "torch._dynamo" in sys.modules
 
 
 @functools.cache
 def eagerly(function: Any) -> Any:
-    """Return `function`, whose frames dynamo leaves alone (what was compiled on its own still runs compiled)."""
+    """Return `function` with frames that dynamo leaves alone (separately compiled code in it still runs compiled)."""
     return torch.compiler.disable(function, reason="a reversible walk runs eagerly")
 
 
@@ -29,7 +29,7 @@ eagerly._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def holds_compiled(branch: nn.Module) -> bool:
-    """Return whether `branch`, or something in it, was compiled on its own."""
+    """Return True if `branch`, or a part of it, was compiled on its own."""
     from torch._dynamo import OptimizedModule
 
     return any(

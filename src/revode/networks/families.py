@@ -1,9 +1,8 @@
-"""The families of networks, one row each, and the transitions between their units, one row each.
+"""The families of networks and the transitions between their units, one row each.
 
-A row says all that distinguishes a family: nothing else in the library asks for a family's name. A new family is one more
-`register_family`, and a new transition one more entry of `TRANSITIONS`.
-
-Which blocks run at which width depends on the transition. Units of n blocks become, with three units,
+A row has all that distinguishes a family: nothing else in the package asks for a family's name. Use `register_family` for a new
+family, and add a new transition to `TRANSITIONS`. Which blocks run at which width depends on the transition. Units of n blocks
+become, with three units,
 
 | transition | blocks at each width | why |
 |---|---|---|
@@ -27,21 +26,21 @@ from revode.operators import NORMS
 from revode.schemes import AdditiveCoupling, Leapfrog, MidPoint, Scheme, Verlet
 
 Part = Callable[[Any, int], nn.Module]
-"""(config, unit) -> a part of the network that the config describes."""
+"""A function (config, unit) -> a part of the network that the config describes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Transition:
-    """What lies between two units.
+    """The modules between two units.
 
     Attributes:
-        between: Makes what follows a unit, other than the last.
-        behind: Makes what follows the last unit.
+        between: makes the module behind a unit, other than the last.
+        behind: makes the module behind the last unit.
         extra_blocks: (unit, last unit) -> how many more blocks than its own run at the unit's width; may be negative.
-        keeps_units: Whether every block that the paper counts is reversible, so that units are as the paper counts them.
-        carries_pair: Whether every scheme passes its pair on, so that the whole network can be undone.
-        head: (channels, classes) -> what follows the last transition.
-        stem: config -> what comes before the first unit.
+        keeps_units: whether every block that the paper counts is reversible, so that units are as the paper counts them.
+        carries_pair: whether every scheme passes its pair on, so that the whole network can be undone.
+        head: (channels, classes) -> the head.
+        stem: config -> the stem.
     """
 
     between: Part = lambda config, unit: nn.Identity()
@@ -54,7 +53,7 @@ class Transition:
 
 
 def _sizes(config: Any, unit: int) -> tuple[int, int, str, str]:
-    """What a transition with convolutions is made from; the last one keeps the channels."""
+    """Return the sizes and names for a transition with convolutions; the last one keeps the channels."""
     following = config.channels[min(unit + 1, config.num_units - 1)]
     return config.channels[unit], following, config.norm, config.activation
 
@@ -88,20 +87,23 @@ TRANSITIONS: dict[str, Transition] = {
 class Family:
     """A kind of network.
 
+    >>> FAMILIES["hamiltonian"].scheme.__name__, FAMILIES["hamiltonian"].layers_per_block
+    ('Verlet', 4)
+
     Attributes:
-        name: As in ``<name>-<layers>``.
-        block: (channels, first, options) -> the branches of one block. `first` says whether it is the network's first;
-            options are ``activation``, ``norm`` and ``ndim``, of a U-Net with other kernels than 3 ``kernel_size``, and of one
-            that is not reversible ``in_channels`` and ``stride``.
-        scheme: Its integrator; None if it is not reversible.
-        integrates: Whether the scheme takes a step size, so that the network has ``h``, ``init``, ``start`` and ``transition``.
-        layers_per_block: Convolutions of a block as the paper counts them (K and K' are two).
-        norms: The norms that its blocks can have.
-        transition: What lies between its units; one that integrates may be given another.
-        defaults: Options of its named networks that differ from those of their config.
-        fewest_blocks: Blocks that a unit has at least.
-        channels: Layers -> channels of three units.
-        theory: What the paper says of its stability.
+        name: as in ``<name>-<layers>``.
+        block: (channels, first, options) -> the branches of one block. `first` is True for the network's first block; options
+            are ``activation``, ``norm`` and ``ndim``, of a U-Net with other kernels than 3 ``kernel_size``, and of one that is
+            not reversible ``in_channels`` and ``stride``.
+        scheme: the integrator; None if it is not reversible.
+        integrates: whether the scheme takes a step size, so that the network has ``h``, ``init``, ``start`` and ``transition``.
+        layers_per_block: convolutions of a block as the paper counts them (K and K' are two).
+        norms: the norms that its blocks can have.
+        transition: a name of `TRANSITIONS`; one that integrates may be given another.
+        defaults: options of its named networks that differ from those of their config.
+        fewest_blocks: blocks that a unit has at least.
+        channels: layers -> channels of three units.
+        theory: the paper's statement on its stability.
     """
 
     name: str
@@ -122,7 +124,12 @@ FAMILIES: dict[str, Family] = {}
 
 
 def register_family(family: Family) -> Family:
-    """Make ``<family>-<layers>`` known; a name that is taken is refused."""
+    """Make ``<family>-<layers>`` known; raise if the name is taken.
+
+    >>> family = register_family(Family(name="calm", block=_one_layer, layers_per_block=2, scheme=Verlet, integrates=True))
+    >>> create_model("calm-14").num_layers
+    14
+    """
     if family.name in FAMILIES:
         raise ValueError(f"a family named {family.name!r} is registered already: choose another name")
     FAMILIES[family.name] = family
