@@ -1,7 +1,7 @@
 """Measure revode on your device: time, memory, gradient error, and whether recomputation gives the same bits.
 
     python examples/gpu_check.py                # CUDA or MPS if there is one; about five minutes
-    python examples/gpu_check.py --device cpu   # the same networks, an eighth of the samples; ten minutes or more
+    python examples/gpu_check.py --device cpu   # the same networks, an eighth of the samples; five minutes of an idle core
     python examples/gpu_check.py --small        # tiny networks, a few seconds on any CPU
 
 It prints one Markdown text: please send it back as an issue. Nothing is written and nothing leaves your machine.
