@@ -92,5 +92,6 @@ def test_gpu_check_runs_on_a_cpu_and_finds_nothing_suspicious(
 def test_gpu_check_names_what_fails_and_what_is_wrong() -> None:
     check = runpy.run_path(str(EXAMPLES / "gpu_check.py"))
     found = {"store": (1.0, 100, 1e-7), "reversible": (1.9, 90, 1e-2), "exact": (1.3, 20, 1e-5)}
+    found["compiled"] = (2.5, 20, 1e-7)
     odd = check["suspicions"]("stage", found, False)
-    assert [line.split(":")[0] for line in odd] == ["stage, reversible"] * 3
+    assert [line.split(":")[0] for line in odd] == ["stage, reversible"] * 3 + ["stage, compiled"]
