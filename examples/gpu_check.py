@@ -194,7 +194,9 @@ def suspicions(name: str, found: dict[str, tuple[float, int, float]], small: boo
         if method in ("reversible", "exact") and size > 0.6 * base[1]:
             odd.append(f"{name}, {method}: keeps {size / 1e6:.0f} MB, storing everything {base[1] / 1e6:.0f} MB")
         if method == "compiled" and "reversible" in found and seconds > 1.2 * found["reversible"][0]:
-            odd.append(f"{name}, compiled: takes {seconds / found['reversible'][0]:.2f} times a step that is not compiled")
+            odd.append(
+                f"{name}, compiled: takes {seconds / found['reversible'][0]:.2f} times a step that is not compiled"
+            )
         if method == "reversible" and seconds > 1.7 * base[0]:
             odd.append(
                 f"{name}, {method}: takes {seconds / base[0]:.2f} times a stored step; 4/3 of the work was expected"
