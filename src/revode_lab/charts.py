@@ -191,9 +191,10 @@ def lines(
         axes.set(xlim=(0, None), ylim=(0, None))
     elif not levels:
         _span(axes, values)
-    if len(series) > 3:  # too many to leave room for the curves
-        axes.figure.set_figheight(axes.figure.get_figheight() + 0.11 * len(series))
-        axes.figure.legend(loc="outside lower center", ncols=2)
+    wide = max(map(len, series), default=0) > 36
+    if len(series) > 3 or (len(series) > 1 and wide):  # a legend that would lie on the curves
+        axes.figure.set_figheight(axes.figure.get_figheight() + (0.22 if wide else 0.11) * len(series))
+        axes.figure.legend(loc="outside lower center", ncols=1 if wide else 2)
     elif len(series) + len(levels or ()) > 1:
         axes.legend()
 

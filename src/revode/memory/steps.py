@@ -76,11 +76,11 @@ class MemoryReport:
         told = f"activations are {share:.0%} of this step's {_bytes(stored)} without the optimizer"
         way = next((name for name in self.costs if name.startswith(REVERSIBLE)), None)
         if way is None:
-            return f"{told}; no reversible blocks to compare with"
+            return f"{told}; no reversible blocks to compare with: `revode.convert` the model, if it can be, and report again"
         saved, slower = stored - self.total(way), self.costs[way].seconds / self.costs[STORED].seconds
         if saved < _WORTHWHILE * stored:
             return f"do not use reversible blocks here: {told}, and they save {max(0, saved) / stored:.0%}"
-        told = f"{told}: reversible blocks save {saved / stored:.0%} and take {slower:.2f} of the time"
+        told = f"{told}: reversible blocks save {saved / stored:.0%} and take {slower:.2f} times as long"
         other = self.costs.get(CHECKPOINTED)
         if other is not None and other.peak - self.costs[way].peak < _WORTHWHILE * stored:
             return f"{told}; a checkpoint of each block saves {(stored - self.total(CHECKPOINTED)) / stored:.0%}"

@@ -118,13 +118,14 @@ FIGURES = {
         _growth,
         _over_depth("growth, factor"),
         "Growth of small perturbations inside the units, one for each tangent vector. "
-        "Dotted: borders of units; what the transition does there is left out.",
+        "Dotted: borders of units, of the first network where there are two; what transitions do is left out.",
     ),
     "signals": Figure(
         _norms,
         _over_depth("norm, relative to its start"),
-        "Norm of the signal from the first block on, and of the loss's gradient from the last block back. It jumps at "
-        "borders of units (dotted): there a transition averages pixels and adds channels, which is no step of the ODE.",
+        "Norm of the signal from the first block on, and of the loss's gradient from the last block back. Both jump at "
+        "borders of units (dotted: those of the first network): there a transition averages pixels and adds channels, "
+        "which is no step of the ODE.",
     ),
     "eigenvalues": Figure(
         _eigenvalues,
