@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from workloads import Workload, attention, momentum, network, stage
+from workloads import Workload, attention, network, stage
 
 TINY = {
     workload.name: workload
     for workload in (
         Workload(name="tiny-stage", title="", make=stage, batch=2, options={"channels": 8, "size": 6, "depth": 3}),
-        Workload(
-            name="tiny-momentum", title="", make=momentum, batch=2, options={"channels": 4, "size": 6, "depth": 8}
-        ),
         Workload(
             name="tiny-attention",
             title="",
