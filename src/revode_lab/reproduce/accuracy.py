@@ -1,4 +1,4 @@
-"""Tables of accuracies beside the paper's: table 1, table 2, and what small images first reach in about two hours."""
+"""Tables of accuracies beside the paper's: table 1, table 2, and multilevel training."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from revode_lab.reproduce.item import (
     percent,
 )
 from revode_lab.reproduce.task import Setup, TrainingRun
-from revode_lab.training.config import cost_until, mean_cost, parse_levels
+from revode_lab.training.levels import cost_until, mean_cost, parse_levels
 
 NAMES = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "stl10": "STL-10"}
 BASELINE = "resnet-32-stl"
@@ -42,12 +42,12 @@ STL_SHORT: dict[str, Any] = {
 
 
 def trainings(models: Iterable[str], shares: Iterable[float] = (1.0,), **row: Any) -> list[TrainingRun]:
-    """A training of every network on every share of the images, alike in all else."""
+    """Return a training of every network on every share of the images, alike in all else."""
     return [TrainingRun(model=model, fraction=share, **row) for share in shares for model in models]
 
 
 def smoke(models: Iterable[str], shares: Iterable[float] = (1.0,), seeds: int = 1, hold_out: int = 0) -> Budget:
-    """The smoke budget of an item that trains these networks."""
+    """Return the smoke budget of an item that trains these networks."""
     return Budget(SMOKE_NOTE, "smoke on digits", trainings(models, shares, hold_out=hold_out, **SMOKE), seeds)
 
 
@@ -74,7 +74,7 @@ REVERSIBLY: dict[str, Any] = {**FAST, "backprop": "reversible", "exact": 12}
 
 
 def smoke_levels(layers: int = 18) -> dict[str, Any]:
-    """The smoke budget's training of a tiny network of so many layers in two levels."""
+    """Return the smoke budget's training of a tiny network of so many layers in two levels."""
     levels = f"{layers}@4:1,{layers}@8:1"
     return {**SMOKE, "settings": {"levels": levels, "batch_size": 256, "log_every": 1, **SHORT}}
 
@@ -233,7 +233,7 @@ TABLE_2 = {
 
 
 def grouped(outcomes: Iterable[Outcome], key: Callable[[Any], Any]) -> dict[Any, dict[int, float]]:
-    """Key of the task -> seed -> accuracy in per cent, in the order of appearance."""
+    """Return key of the task -> seed -> accuracy in per cent, in the order of appearance."""
     found: dict[Any, dict[int, float]] = {}
     for task, result, _ in outcomes:
         found.setdefault(key(task), {})[task.seed] = task.accuracy(result)
@@ -241,13 +241,13 @@ def grouped(outcomes: Iterable[Outcome], key: Callable[[Any], Any]) -> dict[Any,
 
 
 def mean_and_deviation(values: Iterable[float]) -> tuple[float, float]:
-    """Mean and sample standard deviation; one value deviates by 0."""
+    """Return mean and sample standard deviation; one value deviates by 0."""
     numbers = list(values)
     return statistics.fmean(numbers), statistics.stdev(numbers) if len(numbers) > 1 else 0.0
 
 
 def spread(values: Iterable[float], unit: str = "%", signed: bool = False) -> str:
-    """Mean ± sample standard deviation and n, as ``64.12 ± 0.31 % (n = 3)``; a single value has no spread."""
+    """Return mean ± sample standard deviation and n, as ``64.12 ± 0.31 % (n = 3)``; a single value has no spread."""
     numbers = list(values)
     if not numbers:
         return ABSENT
@@ -259,7 +259,7 @@ def spread(values: Iterable[float], unit: str = "%", signed: bool = False) -> st
 
 
 def hold_out_remark(outcomes: list[Outcome]) -> list[str]:
-    """How the images were chosen that stand in for the test split; nothing where there is one."""
+    """Return a remark on the images that stand in for the test split; nothing where there is one."""
     num_images = outcomes[0].task.hold_out
     if not num_images:
         return []
@@ -271,8 +271,7 @@ def hold_out_remark(outcomes: list[Outcome]) -> list[str]:
 
 
 def show_table_1(budget: Budget, outcomes: list[Outcome]) -> Findings:
-    """Accuracies of every network on every data set beside the paper's, and bars for the first data set; one that the paper
-    does not have is compared with its first."""
+    """Show accuracies beside the paper's, and bars for the first data set, compared with the paper's first."""
     printed, schedule = paper.CIFAR, paper.CIFAR_SCHEDULE
     found = grouped(outcomes, lambda task: (task.name, task.dataset))
     networks: dict[str, Outcome] = {}
@@ -311,7 +310,7 @@ def show_table_1(budget: Budget, outcomes: list[Outcome]) -> Findings:
 
 
 def show_course(budget: Budget, outcomes: list[Outcome]) -> Findings:
-    """The accuracy beside the paper's, and its course."""
+    """Show the accuracy beside the paper's, and its course."""
     task, result = outcomes[0].task, outcomes[0].result
     (accuracies,) = grouped(outcomes, lambda task: task.model).values()
     seconds = sum(outcome.result["seconds"] for outcome in outcomes) / len(outcomes)
@@ -335,7 +334,7 @@ def show_course(budget: Budget, outcomes: list[Outcome]) -> Findings:
 
 
 def show_levels_or_plain(budget: Budget, outcomes: list[Outcome]) -> Findings:
-    """Accuracy over what the training cost."""
+    """Show accuracy over the cost of training."""
     theirs = {f"paper, CIFAR-10 ({paper.CIFAR_SCHEDULE})": percent(paper.CIFAR[HAMILTONIAN]["cifar10"])}
     rows, series = [], {}
     for name, own in by_network(outcomes).items():
@@ -351,7 +350,7 @@ def show_levels_or_plain(budget: Budget, outcomes: list[Outcome]) -> Findings:
 
 
 def show_table_2(budget: Budget, outcomes: list[Outcome]) -> Findings:
-    """Accuracies, what they took, and the course of the training."""
+    """Show accuracies, their cost, and the course of the training."""
     rows, series = [], {}
     for name, own in by_network(outcomes).items():
         theirs = percent(paper.STL.get(own[0].task.model, {}).get("stl10"))
@@ -366,13 +365,13 @@ def show_table_2(budget: Budget, outcomes: list[Outcome]) -> Findings:
 
 
 def by_network(outcomes: list[Outcome]) -> dict[str, list[Outcome]]:
-    """The outcomes of every network, in the order of appearance."""
+    """Return the outcomes of every network, in the order of appearance."""
     names = dict.fromkeys(outcome.task.name for outcome in outcomes)
     return {name: [outcome for outcome in outcomes if outcome.task.name == name] for name in names}
 
 
 def _in_levels(budget: Budget, own: list[Outcome]) -> dict[str, str]:
-    """What a network's trainings cost and reached."""
+    """Return cost and accuracy of a network's trainings."""
     task, result = own[0].task, own[0].result
     levels = task.config(Setup()).optimization.levels
     return {

@@ -91,15 +91,15 @@ def lyapunov_of_maps(
     burn_in: int = 0,
     seed: int = 0,
 ) -> Lyapunov:
-    """Exponents of a composition of maps on batched states (batch, ...), such as an iterated map or an integrator.
+    """Return k exponents of a composition of maps on states (batch, ...), such as an iterated map or an integrator.
 
     Args:
         maps: the maps in order; each keeps the shape.
         x: starting points; every sample is an orbit of its own.
-        k: how many exponents.
+        k: number of exponents.
         dt: time that one map advances.
         burn_in: maps at the start that turn the frame into its final directions and are not counted.
-        seed: of the first frame.
+        seed: seed of the first frame.
     """
     places, logs = [], []
     with _tangents():
@@ -123,17 +123,10 @@ def lyapunov_exponents(
     seed: int = 0,
     chunk: int | None = None,
 ) -> Lyapunov:
-    """The leading k exponents of a whole network on real inputs, per depth and in total.
+    """Return the leading k exponents of a whole network on real inputs, per depth and in total.
 
-    The network is walked on a copy in eval mode; batch norms that have seen no data take the statistics of `images`.
-
-    Args:
-        model: a network with reversible units.
-        images: its inputs; each has its own frame, started in random directions of the input space.
-        k: how many exponents.
-        dtype: of the computation; float32 is about three times faster and enough for three digits.
-        seed: of the frames.
-        chunk: images at a time; all unless given.
+    Each image has its own frame, started in random directions of the input space. float32 is about three times faster and
+    enough for three digits. All images are worked on at a time unless `chunk` is given.
     """
     model, images = prepared(model, images, dtype)
     places: list[Place] = []

@@ -49,10 +49,9 @@ class StabilityMonitor:
     """Measures chosen quantities every N steps; the model, its gradients and the random stream stay as they are.
 
     Args:
-        images: what to measure on; standard normal images of the size the model's config names unless given.
+        images: standard normal images of the size in the model's config unless given; the first `num_images` are used.
         every: steps between measurements; other steps return nothing.
         quantities: names out of `QUANTITIES`.
-        num_images: how many of `images` to use.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What happens to signals, gradients and energy on the way through a network, and to class scores at its end.
+"""Signals, gradients and energy over the depth of a network, and the sensitivity of its class scores.
 
 The two-layer network is Hamilton's system y' = ∂H/∂z, z' = -∂H/∂y of
 
@@ -57,16 +57,10 @@ class Propagation:
 def signal_propagation(
     model: nn.Module, images: Tensor, labels: Tensor | None = None, *, chunk: int = 8
 ) -> Propagation:
-    """Norm of signal and gradient at every depth, on a copy of the model in its own dtype.
+    """Return the norms of signal and gradient at every depth, in the model's own dtype.
 
-    The loss is the cross entropy with `labels` (the network's own predictions unless given); for a module whose output is
-    not a batch of class scores, the product with fixed random numbers.
-
-    Args:
-        model: a network with reversible units.
-        images: its inputs.
-        labels: their classes.
-        chunk: images at a time; every activation of these is kept.
+    The loss is the cross entropy with `labels`; for a module whose output is not a batch of class scores, the product with
+    fixed random numbers. Every activation of a `chunk` is kept.
     """
     model, images = prepared(model, images, None)
     found = [_norms(model, part, own) for part, own in _chunks(images, labels, chunk)]
@@ -195,13 +189,7 @@ def energy(unit: ReversibleSequence, fields: list[nn.Module], parts: Parts) -> T
 
 @torch.no_grad()
 def hamiltonian_energy(model: nn.Module, images: Tensor, *, dtype: torch.dtype = torch.float64) -> Energy | None:
-    """H along depth; None if no unit of the model has a Hamiltonian.
-
-    Args:
-        model: a network with reversible units.
-        images: its inputs.
-        dtype: of the computation.
-    """
+    """Return H along depth, or None if no unit of the model has a Hamiltonian."""
     units: list[int] = []
     before: list[Tensor] = []
     after: list[Tensor] = []
@@ -216,7 +204,7 @@ def hamiltonian_energy(model: nn.Module, images: Tensor, *, dtype: torch.dtype =
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """What a disturbance of the input does to the class scores.
+    """The change of the class scores under a disturbance of the input.
 
     Attributes:
         kind: ``"noise"`` or ``"fgsm"``.
@@ -250,15 +238,7 @@ def adversarial_sensitivity(
     sizes: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3),
     chunk: int = 8,
 ) -> list[Sensitivity]:
-    """The answer to one step along the sign of the loss's gradient (FGSM; Goodfellow et al. 2015).
-
-    Args:
-        model: a classifier with reversible units.
-        images: its inputs.
-        labels: their classes; the network's own predictions unless given.
-        sizes: step lengths.
-        chunk: images at a time in the gradient's computation.
-    """
+    """Return the answer to one step along the sign of the loss's gradient (FGSM; Goodfellow et al. 2015)."""
     model, images = prepared(model, images, None)
     direction = []
     for part, own in _chunks(images, labels, chunk):

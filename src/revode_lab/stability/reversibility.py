@@ -1,8 +1,7 @@
-"""What reversing costs in accuracy: reconstruction and gradient errors, and the paper's linear analysis of RevNet.
+"""Reconstruction and gradient errors of reversing.
 
 Every scheme here inverts exactly in real numbers. In floating point an error of rounding is carried back through the
-inverse, and a mode that shrinks forward grows backward. `drift` measures it on any sequence over depth, dtype and step size;
-`linear_revnet` computes where in the plane of (α, β) RevNet's linear model can be reversed at all.
+inverse, and a mode that shrinks forward grows backward. `drift` measures it on any sequence over depth, dtype and step size.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from revode.engine import ReversibleSequence
-from revode.schemes import AdditiveCoupling, State
-from revode_lab.stability.dynamics import amplification, step_map
+from revode.schemes import State
 from revode_lab.stability.walk import members, prepared, unit_inputs
 
 
@@ -29,11 +27,9 @@ class Drift:
 
     Attributes:
         depth: steps.
-        dtype: of states and weights.
-        h: step size.
-        exact: whether states lie on the grid.
-        reconstruction: of the input, from the final pair.
-        gradient: of the gradients of ``reversible`` to those of ``store``, over input and parameters together.
+        exact: states lie on the grid.
+        reconstruction: error of the input found back from the final pair.
+        gradient: error of the gradients by ``reversible`` to those of ``store``, over input and parameters together.
     """
 
     depth: int
@@ -129,12 +125,12 @@ def drift(
     Configurations that the grid refuses (a scheme that scales its state, a state out of range, half precision) have no row.
 
     Args:
-        sequence: whose branches to use.
+        sequence: the branches, with the scheme's start.
         x: its input.
         depths: numbers of steps; the whole sequence unless given.
         steps: step sizes h; the scheme's own unless given.
-        dtypes: of states and weights.
-        exact: whether to put states on the grid.
+        dtypes: dtypes of states and weights.
+        exact: put states on the grid or not.
     """
     depths = depths or [len(sequence.fields) // sequence.scheme.fields_per_step]
     rows = []
@@ -151,49 +147,3 @@ def drift(
             continue
         rows.append(Drift(depth, str(dtype).removeprefix("torch."), h, on_grid, *errors))
     return rows
-
-
-@dataclass(frozen=True)
-class LinearRevNet:
-    """The paper's linear RevNet, Y+ = Y + βZ, Z+ = Z + αY+, over a grid of α and β.
-
-    Attributes:
-        alpha: factors of G.
-        beta: factors of F.
-        predicted: max |ξ| of the roots of ξ² - (2 + αβ) ξ + 1 = 0, shape (len(alpha), len(beta)).
-        simulated: the growth factor per step of the simulated network.
-    """
-
-    alpha: Tensor
-    beta: Tensor
-    predicted: Tensor
-    simulated: Tensor
-
-    @property
-    def stable(self) -> Tensor:
-        """Where -4 ≤ αβ ≤ 0, so that |ξ| = 1."""
-        product = self.alpha[:, None] * self.beta
-        return (product <= 0.0) & (product >= -4.0)
-
-
-def linear_revnet(alpha: Tensor, beta: Tensor, *, num_steps: int = 20000) -> LinearRevNet:
-    """Growth factors of the linear RevNet, from the roots ξ and from a simulation with the network's own scheme.
-
-    Args:
-        alpha: values of α.
-        beta: values of β.
-        num_steps: steps to simulate; the error of the simulated rate falls like log(n) / n.
-    """
-    alpha, beta = alpha.double(), beta.double()
-    grid_alpha, grid_beta = torch.meshgrid(alpha, beta, indexing="ij")
-    predicted = amplification(AdditiveCoupling(), grid_beta, grid_alpha).abs().amax(-1)
-    step = step_map(AdditiveCoupling(), (lambda z: grid_beta * z, lambda y: grid_alpha * y))
-    state = torch.full_like(predicted, 0.6), torch.full_like(predicted, 0.8)
-    logs, half = torch.zeros_like(predicted), num_steps // 2
-    for index in range(num_steps):
-        y, z = step(state)
-        norm = torch.hypot(y, z)
-        state = y / norm, z / norm
-        if index >= half:  # the first half turns the state into the direction that grows
-            logs += norm.log()
-    return LinearRevNet(alpha, beta, predicted, (logs / (num_steps - half)).exp())

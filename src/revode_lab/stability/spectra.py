@@ -152,9 +152,9 @@ def spectrum(
     out, from products J v.
 
     Args:
-        function: see `Jacobian`.
+        function: a map as for `Jacobian`.
         state: where to linearise; use float64 for results to round-off.
-        k: how many eigenvalues to compute matrix-free; 20 when the state is large and none is given.
+        k: number of eigenvalues to compute matrix-free; 20 when the state is large and none is given.
         dense_limit: largest dimension for the dense method.
     """
     jacobian = Jacobian(function, state)
@@ -201,11 +201,9 @@ def _arnoldi(jacobian: Jacobian, k: int, which: str, restarts: int) -> Tensor:
 
 
 def similar_matrix(fields: Sequence[nn.Module], state: Tensor | Sequence[Tensor]) -> Tensor:
-    """The antisymmetric matrix D^½ M D^½ that has the non-zero eigenvalues of the paper's Jacobians.
+    """Return the antisymmetric matrix D^½ M D^½ that has the non-zero eigenvalues of the paper's Jacobians.
 
-    Args:
-        fields: ``[F, G]``, two `SymmetricField` of a Hamiltonian block; or one `AntisymmetricField`.
-        state: (y, z) of one sample; or y.
+    It takes two `SymmetricField` [F, G] of a Hamiltonian block and (y, z) of one sample, or one `AntisymmetricField` and y.
     """
     parts = (state,) if isinstance(state, Tensor) else tuple(state)
     if len(fields) == 2 and len(parts) == 2:
@@ -235,18 +233,11 @@ def _matrix_and_slope(field: nn.Module, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def unit_spectra(model: nn.Module, images: Tensor, *, max_size: int = 500) -> dict[tuple[int, int], Tensor]:
-    """All eigenvalues of the ODE's Jacobian in the middle block of each unit, at the centre of the first image's state.
+    """Return (unit, step) -> all eigenvalues of the ODE's Jacobian in the middle block of each unit.
 
-    The state is cropped to a square patch so that the dense spectrum stays affordable: a convolution on the patch, with its
-    zero padding, is a field of the same kind with the same weights.
-
-    Args:
-        model: a network with reversible units.
-        images: its inputs.
-        max_size: largest dimension of the ODE's state, where a patch of 2x2 allows it.
-
-    Returns:
-        (unit, step) -> complex eigenvalues.
+    The first image's state is cropped to a square patch at its centre, of at most `max_size` dimensions where a patch of 2x2
+    allows it, so that the dense spectrum stays affordable: a convolution on the patch, with its zero padding, is a field of the
+    same kind with the same weights.
     """
     copied, images = prepared(model, images)
     found = {}

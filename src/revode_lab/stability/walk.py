@@ -44,7 +44,7 @@ class Place:
 
     @property
     def inside(self) -> bool:
-        """Whether a unit led here from the place before, and not stem, transition or head."""
+        """True if a unit led here from the place before, and not stem, transition or head."""
         return self.kind in ("step", "leave")
 
 
@@ -87,12 +87,7 @@ def first_not_finite(model: nn.Module) -> str | None:
 
 
 def analysis_copy(model: nn.Module, dtype: torch.dtype | None = torch.float64) -> nn.Module:
-    """A copy to analyse: in eval mode, under ``store`` without a grid, its parameters without gradients.
-
-    Args:
-        model: any module with reversible units (or one such unit), or a ResNet of revode; stays as it is.
-        dtype: floating-point type of the copy; None keeps the model's.
-    """
+    """Return a copy in eval mode, under ``store`` without a grid, without gradients; None keeps the model's dtype."""
     model = unwrapped(model)
     walked_units(model)
     name = first_not_finite(model)

@@ -1,4 +1,4 @@
-"""Why a training broke: the network runs once more on the batch that broke it, and the first quantity that is no number tells.
+"""Diagnosis of a broken training: run the network once more on the batch that broke it, and find the first non-finite number.
 
 States enter branches, so hooks on the branches see the course of the signal over depth.
 """
@@ -26,12 +26,7 @@ _CUSTOMARY = 0.1
 
 
 class Diverged(RuntimeError):
-    """Loss or gradient is not a number any more, or states left the range of the exact grid.
-
-    Attributes:
-        step: Updates done before it broke.
-        diagnosis: What broke first and why, in sentences.
-    """
+    """Loss or gradient is not a number any more, or states left the range of the exact grid; `diagnosis` says why."""
 
     def __init__(self, step: int, what: str, diagnosis: str, folder: Path) -> None:
         self.step = step

@@ -1,4 +1,4 @@
-"""One process or many: who we are, what is summed over all, and how the network is replicated.
+"""One process or many: ranks, sums over all processes, and the replicated network.
 
 Under ``torchrun`` every process runs the same program. Rank 0 alone writes; batches are disjoint shares of one global
 batch; sums go over all processes. Without it, everything here is the identity.
@@ -187,12 +187,9 @@ class ProcessFailed(RuntimeError):
 
 
 def train_in_processes(config: Config, folder: Path, num_processes: int) -> dict[str, Any]:
-    """Train into `folder`, or go on with the run there, and return what its ``result.json`` holds.
+    """Train into `folder`, or go on with the run there, and return the content of its ``result.json``.
 
-    Args:
-        config: The configuration. Without a number of threads, the cores are divided among the processes.
-        folder: The run directory.
-        num_processes: How many; each takes an equal share of every batch.
+    Each process takes an equal share of every batch. Without a number of threads, the cores are divided among the processes.
 
     Raises:
         ProcessFailed: One of them failed, or the training diverged.

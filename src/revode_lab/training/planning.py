@@ -1,4 +1,4 @@
-"""What a run will cost, said before its first step: parameters, FLOPs, activation memory under each strategy, time.
+"""The cost of a run, said before its first step: parameters, FLOPs, activation memory under each strategy, time.
 
 Everything is measured on networks of its own, with the random states restored, so that planning changes no bit of a run.
 """

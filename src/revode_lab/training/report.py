@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -43,13 +44,7 @@ _CURVES = {
 
 
 def write_report(folder: str | Path, data_root: str | None = None, out: str | Path | None = None) -> Path:
-    """Write the report of a run.
-
-    Args:
-        folder: The run.
-        data_root: Folder of the data sets; where its images are missing, the parts that need them are left out.
-        out: The page; ``report.html`` in the run unless given.
-    """
+    """Write the report of a run, to ``report.html`` in it unless `out` is given; parts without their images are left out."""
     if out is not None and Path(out).is_dir():
         raise ValueError(f"{out} is a directory; give the file to write, as {Path(out) / REPORT}")
     run = load_run(folder)
@@ -79,14 +74,7 @@ def write_report(folder: str | Path, data_root: str | None = None, out: str | Pa
 
 
 def write_course(folder: Path, config: Config, plan: dict[str, Any], where: str) -> Path:
-    """Write the page of a run that goes on, from what is known without computing; it loads itself anew every minute.
-
-    Args:
-        folder: The run.
-        config: Its configuration.
-        plan: What was measured before it.
-        where: How far it is, in words.
-    """
+    """Write the page of a run that goes on and is at `where`, without computing; the page loads itself anew every minute."""
     words = f"recipe {config.recipe}, seed {config.execution.seed}, {where}; this page follows the run"
     page = Page(f"{config.model.name} on {Path(config.data.dataset).name}", words, refresh=60)
     _curves(page, read_metrics(folder))
@@ -238,16 +226,14 @@ def reconstruction_errors(model: nn.Module, images: Tensor) -> dict[str, list[fl
 
     A unit whose final pair alone does not tell the way back has no numbers.
     """
-    return {f"unit {number}": _errors(unit, x) for number, (unit, x) in enumerate(_unit_inputs(model, images), 1)}
-
-
-def _errors(unit: ReversibleSequence, x: Any) -> list[float]:
     from revode_lab.stability import reconstruction_profile
 
-    try:
-        return reconstruction_profile(unit, x)[:-1]
-    except ValueError:
-        return []
+    found: dict[str, list[float]] = {}
+    for number, (unit, x) in enumerate(_unit_inputs(model, images), 1):
+        found[f"unit {number}"] = []
+        with contextlib.suppress(ValueError):
+            found[f"unit {number}"] = reconstruction_profile(unit, x)[:-1]
+    return found
 
 
 def _classes(page: Page, run: Run, dataset: data.Dataset | None) -> None:

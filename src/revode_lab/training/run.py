@@ -50,7 +50,7 @@ _DERIVED = ("model.onnx", "stability.html", "stability.json", "events.out.tfeven
 
 
 def holds_run(folder: Path) -> bool:
-    """Whether any file of a run lies in `folder`."""
+    """Return True if any file of a run lies in `folder`."""
     return any((folder / name).exists() for name in FILES)
 
 
@@ -66,7 +66,7 @@ def check_vacant(folder: Path) -> None:
 
 
 def vacant_folders(stem: Path) -> Iterator[Path]:
-    """Those of `stem`, and of `stem` with a number behind it, that hold no run yet."""
+    """Yield `stem`, and `stem` with a number behind it, where no run lies yet."""
     numbered = (stem.with_name(f"{stem.name}-{number}") for number in itertools.count(2))
     return (candidate for candidate in itertools.chain([stem], numbered) if not holds_run(candidate))
 
@@ -97,12 +97,8 @@ def _remove(folder: Path, *patterns: str) -> None:
 class MetricsLog:
     """``metrics.jsonl``: one JSON object a line, cut back on resume to what the checkpoint had seen.
 
-    Lines hold no times, so that a resumed run writes the very bytes of an uninterrupted one.
-
-    Args:
-        path: The file.
-        offset: Bytes to keep.
-        board: A TensorBoard writer that gets the numbers, too.
+    Lines hold no times, so that a resumed run writes the very bytes of an uninterrupted one. `offset` is the number of bytes to
+    keep, `board` a TensorBoard writer that gets the numbers, too.
     """
 
     def __init__(self, path: Path, offset: int = 0, board: Any = None) -> None:
@@ -117,7 +113,7 @@ class MetricsLog:
 
     def write(self, **values: Any) -> None:
         """Append one line."""
-        with self._speaking_of_room():
+        with self._report_write_errors():
             self._stream.write(json.dumps(values, allow_nan=False).encode() + b"\n")
             self._stream.flush()
         if self._board is not None:
@@ -127,12 +123,12 @@ class MetricsLog:
 
     def sync(self) -> int:
         """Make all lines durable and return their length in bytes."""
-        with self._speaking_of_room():
+        with self._report_write_errors():
             os.fsync(self._stream.fileno())
         return self._stream.tell()
 
     @contextlib.contextmanager
-    def _speaking_of_room(self) -> Iterator[None]:
+    def _report_write_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -156,13 +152,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Score:
-    """What a network does on a split.
-
-    Attributes:
-        loss: Mean cross-entropy.
-        accuracy: Fraction of images whose class scores highest.
-        confusion: Counts, true classes down, predicted classes across.
-    """
+    """Mean cross-entropy and accuracy on a split, and the confusion matrix: true classes down, predicted classes across."""
 
     loss: float
     accuracy: float
@@ -214,14 +204,12 @@ def evaluate(
 
 @dataclass(frozen=True)
 class Run:
-    """What lies in a run directory.
+    """The content of a run directory.
 
     Attributes:
-        folder: The directory.
-        config: Its configuration.
-        model: Its network, in evaluation mode; ``model.config.image_size`` is the edge of the images it was trained on last.
-        weights_of: Which weights these are, in words.
-        result: What ``result.json`` holds; empty before the run is finished.
+        model: Its network, in evaluation mode; ``model.config.image_size`` is that of the images it was trained on last.
+        weights_of: The origin of the weights, in words.
+        result: The content of ``result.json``; empty before the run is finished.
     """
 
     folder: Path
@@ -296,12 +284,7 @@ def images_as_seen(
 
 
 def finish(
-    job: Job,
-    folder: Path,
-    position: Position,
-    plan: dict[str, Any],
-    score: Score | None,
-    weights_of: str,
+    job: Job, folder: Path, position: Position, plan: dict[str, Any], score: Score | None, weights_of: str
 ) -> dict[str, Any]:
     """Write ``model.safetensors``, ``result.json`` and ``report.html``; return the result."""
     try:
@@ -369,11 +352,6 @@ TOLERANCE = 1e-4
 
 def export_onnx(folder: str | Path, path: str | Path, *, overwrite: bool = False) -> tuple[Path, float | None]:
     """Write the network of a run as ONNX, for any batch size, once it has given torch's scores.
-
-    Args:
-        folder: The run.
-        path: The file to write.
-        overwrite: Whether an existing file may be replaced.
 
     Returns:
         The path, and the largest relative difference of its scores to torch's; None where onnxruntime is not installed.
