@@ -62,7 +62,7 @@ def chart_style() -> AbstractContextManager[None]:
 
 
 def chart(**options: Any) -> Callable[[Callable[Concatenate[Any, P], None]], Callable[P, str]]:
-    """Decorate a function that draws on axes: it then returns the markup of a figure with these options, such as ``figsize``."""
+    """Decorate a function that draws on axes: it then returns the markup of a figure with these options."""
 
     def decorate(draw: Callable[Concatenate[Any, P], None]) -> Callable[P, str]:
         @functools.wraps(draw)

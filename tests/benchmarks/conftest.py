@@ -17,8 +17,6 @@ TINY = {
             options={"width": 8, "tokens": 5, "pairs": 2, "heads": 2},
         ),
         Workload(name="tiny-hamiltonian", title="", make=network, batch=2, options={"name": "hamiltonian-26"}),
-        Workload(name="tiny-leapfrog", title="", make=network, batch=2, options={"name": "leapfrog-20"}),
-        Workload(name="tiny-midpoint", title="", make=network, batch=2, options={"name": "midpoint-20"}),
     )
 }
 

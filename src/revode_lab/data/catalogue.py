@@ -216,6 +216,6 @@ LAYOUTS = {
 
 
 def data_root(root: str | os.PathLike[str] | None = None) -> Path:
-    """Return the folder of the data: `root`, else ``$REVODE_DATA``, else ``$XDG_CACHE_HOME/revode``, else ``~/.cache/revode``."""
+    """Return the data root: `root`, else ``$REVODE_DATA``, else ``$XDG_CACHE_HOME/revode``, else ``~/.cache/revode``."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(root if root is not None else os.environ.get("REVODE_DATA") or cache / "revode").expanduser()

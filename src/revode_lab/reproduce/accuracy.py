@@ -24,7 +24,7 @@ from revode_lab.reproduce.item import (
     percent,
 )
 from revode_lab.reproduce.task import Setup, TrainingRun
-from revode_lab.training.levels import cost_until, mean_cost, parse_levels
+from revode_lab.training.levels import mean_cost, parse_levels
 
 NAMES = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "stl10": "STL-10"}
 BASELINE = "resnet-32-stl"
@@ -113,28 +113,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "leapfrog-26": {"norm": "batch", "h": 0.3},
 }
 """A network of each family -> its options with batch norm and the h that validation images chose (docs/reproduction.md)."""
-FIVE_EPOCHS: dict[str, Any] = {
-    "dataset": "cifar10",
-    "recipe": "quick",
-    "settings": {"epochs": 5, **FAST, "evaluate_every": 1, "report": False},
-}
-TABLE_1_BATCH_NORM = {
-    "smoke": smoke(FAMILIES),
-    "cpu": Budget(
-        "CPU budget: 5 epochs of 50,000 images by one recipe for all networks, with batch norm everywhere and each network's "
-        "best h (1 for Hamiltonian and MidPoint, 0.3 for Leapfrog); not the paper's schedule of 160 epochs, nor its h = 0.1.",
-        "CPU budget, 5 epochs",
-        [TrainingRun(model=model, options=options, **FIVE_EPOCHS) for model, options in FAMILIES.items()],
-    ),
-    "paper": Budget(
-        "The paper's schedule, 160 epochs, with batch norm everywhere and each network's best h.",
-        paper.CIFAR_SCHEDULE,
-        [
-            TrainingRun(model=model, options=options, dataset="cifar10", recipe="cifar")
-            for model, options in FAMILIES.items()
-        ],
-    ),
-}
 
 
 # One recipe for all families, in levels as `levels-74`.
@@ -166,34 +144,6 @@ TABLE_1 = {
         paper.CIFAR_SCHEDULE,
         [TrainingRun(model=name, dataset=images, recipe="auto") for name, row in paper.CIFAR.items() for images in row],
     ),
-}
-# The same recipe with small images first, in no more operations than the five epochs.
-LEVELS_OR_PLAIN = {
-    "smoke": Budget(
-        SMOKE_NOTE,
-        "smoke on digits",
-        [
-            TrainingRun(model=HAMILTONIAN, **SMOKE),
-            TrainingRun(model=HAMILTONIAN, label=f"{HAMILTONIAN}, levels", **smoke_levels()),
-        ],
-    ),
-    "cpu": Budget(
-        "CPU budget: about as many operations each, with one recipe: 5 epochs of 50,000 whole images, or 4 epochs at 16x16, 3 "
-        "at 24x24 and 2 at 32x32; not the paper's schedule of 160 epochs, nor its biases and h = 0.1.",
-        "CPU budget",
-        [
-            TrainingRun(model=HAMILTONIAN, options=FAMILIES[HAMILTONIAN], **FIVE_EPOCHS),
-            TrainingRun(
-                model=HAMILTONIAN,
-                dataset="cifar10",
-                recipe="quick",
-                label=f"{HAMILTONIAN}, levels",
-                options=FAMILIES[HAMILTONIAN],
-                settings={"levels": "74@16:4,74@24:3,74@32:2", **FAST, "evaluate_every": 1, "report": False},
-            ),
-        ],
-    ),
-    "paper": PAPERS_74,
 }
 
 
@@ -333,22 +283,6 @@ def show_course(budget: Budget, outcomes: list[Outcome]) -> Findings:
     return Findings([Table([row])], [Chart(charts.lines(series, "step", "accuracy, %"), caption)])
 
 
-def show_levels_or_plain(budget: Budget, outcomes: list[Outcome]) -> Findings:
-    """Show accuracy over the cost of training."""
-    theirs = {f"paper, CIFAR-10 ({paper.CIFAR_SCHEDULE})": percent(paper.CIFAR[HAMILTONIAN]["cifar10"])}
-    rows, series = [], {}
-    for name, own in by_network(outcomes).items():
-        rows.append(_in_levels(budget, own) | theirs)
-        levels, lines = parse_levels(own[0].task.config(Setup()).optimization.levels), own[0].lines("evaluation")
-        series[name] = (
-            [cost_until(levels, line["epoch"] + 1) for line in lines],
-            [100 * line["accuracy"] for line in lines],
-        )
-    markup = charts.lines(series, "operations, in epochs of whole images", "test accuracy, %", mark=True)
-    caption = "Test accuracy of the averaged weights after each epoch, over the operations until then, on images of the level."
-    return Findings([Table(rows)], [Chart(markup, caption)])
-
-
 def show_table_2(budget: Budget, outcomes: list[Outcome]) -> Findings:
     """Show accuracies, their cost, and the course of the training."""
     rows, series = [], {}
@@ -386,8 +320,6 @@ def _in_levels(budget: Budget, own: list[Outcome]) -> dict[str, str]:
 
 ITEMS = (
     Item("table-1", "Table 1: CIFAR-10 and CIFAR-100", TABLE_1, show_table_1),
-    Item("table-1-batch-norm", "Table 1 with batch norm everywhere", TABLE_1_BATCH_NORM, show_table_1),
     Item("table-2", "Table 2: STL-10", TABLE_2, show_table_2),
     Item("levels-74", "hamiltonian-74 on CIFAR-10, multilevel", LEVELS_74, show_course),
-    Item("levels-or-plain", "hamiltonian-74 with and without levels", LEVELS_OR_PLAIN, show_levels_or_plain),
 )

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from revode.engine import ReversibleSequence
-from revode.networks import InvertibleClassifier
 from revode_lab import data
 from revode_lab.charts import Points, bars, lines, pictures, shares
 from revode_lab.files import human_bytes, human_time
@@ -23,7 +22,6 @@ from revode_lab.training.config import Config
 from revode_lab.training.run import Run, images_as_seen, load_run, read_metrics
 from revode_lab.training.terminal import passing
 
-_COLUMNS = 6
 _NUM_MISTAKES, _NUM_SHOWN = 12, 6
 _NUM_PROFILE_IMAGES = 16
 _SCAN = 200
@@ -62,7 +60,6 @@ def write_report(folder: str | Path, data_root: str | None = None, out: str | Pa
         page.text(f"Parts that need the images are missing: {error}.")
     if dataset is not None:
         passing("report: the network over its depth")
-        _way_back(page, run, dataset)
         _depth(page, run, dataset)
     _classes(page, run, dataset)
     if dataset is not None and dataset.test is not None:
@@ -146,30 +143,6 @@ def _memory(page: Page, plan: dict[str, Any] | None) -> None:
     megabytes = {name: size / 1e6 for name, size in sizes.items()}
     chart = bars(megabytes, "activations kept for backward, MB", unit=" MB", highlight=used)
     page.figure(chart, f"{caption}.", f"Activation memory: {listing}")
-
-
-@torch.no_grad()
-def _way_back(page: Page, run: Run, dataset: data.Dataset) -> None:
-    """Images rebuilt from the last features of a network that is invertible as a whole."""
-    if not isinstance(run.model, InvertibleClassifier):
-        return
-    seen, _ = images_as_seen(dataset, dataset.test or dataset.train, _COLUMNS, run.model.config.image_size)
-    page.heading("Images found back")
-    mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in (dataset.mean, dataset.std))
-    images, found = (x * std + mean for x in (seen, run.model.inverse(run.model.features(seen))))
-    error = (found - images).abs().amax(dim=1, keepdim=True)
-    top = float(error.max())
-    rows = [
-        [(image, "image") for image in images],
-        [(image, "walked back") for image in found],
-        [(one, f"error ≤ {float(one.max()):.0e}" if float(one.max()) else "no error") for one in error],
-    ]
-    page.figure(
-        pictures(rows),
-        "Images, and what walking back from the last features finds of them. "
-        f"The largest error of a pixel is {top:.1e}, where white is 1 and black 0.",
-        f"{len(images)} images, and the same rebuilt with an error of at most {top:.1e}",
-    )
 
 
 def _unit_inputs(model: nn.Module, images: Tensor) -> list[tuple[Any, Any]]:
