@@ -35,7 +35,11 @@ class PlainSequence(nn.Module):
     ) -> None:
         super().__init__()
         scheme = sequence.scheme
-        if not isinstance(scheme, AdditiveCoupling | Verlet) or scheme.damping or scheme.start != (*scheme.starts, None)[0]:
+        if (
+            not isinstance(scheme, AdditiveCoupling | Verlet)
+            or scheme.damping
+            or scheme.start != (*scheme.starts, None)[0]
+        ):
             raise ValueError(f"the plain baseline knows default starts of splitting schemes, undamped, got {scheme!r}")
         self.fields = nn.ModuleList(sequence.fields)
         self.h, self.sign = (scheme.h, -1.0) if isinstance(scheme, Verlet) else (1.0, 1.0)

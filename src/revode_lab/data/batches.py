@@ -49,7 +49,7 @@ def stream_key(seed: int, stream: int, *counters: int) -> int:
 
 
 def _signed(x: int) -> int:
-    """The int64 with the same bits as the unsigned `x`."""
+    """Return the int64 with the same bits as the unsigned `x`."""
     return x - (1 << 64) if x >= 1 << 63 else x
 
 
@@ -67,7 +67,7 @@ def _shifted(x: Tensor, shift: int) -> Tensor:
 
 
 def permutation(num_items: int, key: int) -> Tensor:
-    """A random permutation of 0 … num_items - 1: the order of their random bits."""
+    """Return a random permutation of 0 … num_items - 1: the order of their random bits."""
     return torch.argsort(random_bits(key, torch.arange(num_items)), stable=True)
 
 
@@ -165,7 +165,7 @@ def augment(
     cutout: int = 0,
     memory_format: torch.memory_format = torch.contiguous_format,
 ) -> Tensor:
-    """A random crop of each zero-padded, standardised image, mirrored with probability 1/2 where `info` allows it.
+    """Return a random crop of each zero-padded, standardised image, mirrored with probability 1/2 where `info` allows it.
 
     The draw for an image depends on (seed, epoch, index) alone: not on its place in the batch, on the batch's size, on
     the process or the device.
@@ -223,7 +223,7 @@ def _draws(key: int, indices: Tensor) -> list[Tensor]:
 
 
 def _crop(padded: Tensor, size: int, rows: Tensor, columns: Tensor, mirrored: Tensor) -> Tensor:
-    """The size x size window of every image at its row and column, mirrored or not, in one gather."""
+    """Return the size x size window of every image at its row and column, mirrored or not, in one gather."""
     num_images, channels, _, width = padded.shape
     offsets = torch.arange(size, device=padded.device)
     across = torch.where(mirrored[:, None], size - 1 - offsets, offsets) + columns[:, None]

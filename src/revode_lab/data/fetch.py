@@ -211,7 +211,7 @@ def unpack(archive: Path, layout: Layout, root: Path) -> None:
 
 
 def _md5(path: Path) -> str | None:
-    """The MD5 of a file, or None if there is none."""
+    """Return the MD5 of a file, or None if there is none."""
     if not path.exists():
         return None
     with path.open("rb") as stream:
@@ -257,7 +257,7 @@ def _pack(package: str, folder: Path) -> Path:
 
 
 def _decode(package: Path, layout: Layout) -> Iterator[tuple[DataFile, bytes]]:
-    """The binary records of every file of `layout`, one after the other."""
+    """Return the binary records of every file of `layout`, one after the other."""
     from PIL import Image
 
     try:

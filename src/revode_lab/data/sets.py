@@ -47,7 +47,7 @@ class Split:
         return len(self.labels)
 
     def take(self, indices: Tensor) -> Split:
-        """The images at `indices`, in that order."""
+        """Return the images at `indices`, in that order."""
         indices = indices.to(self.labels.device)
         rows = indices if self.rows is None else self.rows[indices]
         return Split(images=self.images[rows], labels=self.labels[indices])
@@ -76,7 +76,7 @@ class Dataset(DatasetInfo):
     test: Split | None
 
     def split(self, which: str) -> Split:
-        """The split called ``"train"`` or ``"test"``; an absent test split is a FileNotFoundError that says so."""
+        """Return the split called ``"train"`` or ``"test"``; an absent test split is a FileNotFoundError that says so."""
         if which not in ("train", "test"):
             raise ValueError(f"unknown split {which!r}; choose 'train' or 'test'")
         found = self.train if which == "train" else self.test
@@ -118,7 +118,7 @@ def load(name: str, root: str | os.PathLike[str] | None = None) -> Dataset:
 
 
 def _decode_cifar(layout: Layout, parts: list[np.ndarray]) -> Split:
-    """Records of one image each: its labels (CIFAR-100: coarse, then fine), then pixels as (channel, row, column)."""
+    """Decode records of one image each: its labels (CIFAR-100: coarse, then fine), then pixels as (channel, row, column)."""
     num_labels = len(layout.label_keys)
     records = np.concatenate([part.reshape(-1, num_labels + CIFAR_PIXELS) for part in parts])
     images = records[:, num_labels:].reshape(-1, 3, 32, 32)
@@ -126,7 +126,7 @@ def _decode_cifar(layout: Layout, parts: list[np.ndarray]) -> Split:
 
 
 def _decode_stl(layout: Layout, parts: list[np.ndarray]) -> Split:
-    """Images of 3 x 96 x 96 bytes as (channel, column, row); labels of one byte each, counted from 1."""
+    """Decode images of 3 x 96 x 96 bytes as (channel, column, row); labels of one byte each, counted from 1."""
     pixels, classes = parts
     images = np.ascontiguousarray(pixels.reshape(-1, 3, 96, 96).transpose(0, 1, 3, 2))
     return Split(images=torch.from_numpy(images), labels=torch.from_numpy(classes.astype(np.int64) - 1))
@@ -137,7 +137,7 @@ DECODERS: dict[str, Callable[[Layout, list[np.ndarray]], Split]] = {"cifar": _de
 
 
 def _read_digits(info: DatasetInfo) -> tuple[Split, Split]:
-    """1,797 handwritten digits (UCI, CC BY 4.0; see digits.txt), always split alike, a fifth of them for testing.
+    """Return 1,797 handwritten digits (UCI, CC BY 4.0; see digits.txt), always split alike, a fifth of them for testing.
 
     The source has no split of its own: scikit-learn's copy, from which these come, is UCI's test part. Counts 0..16 are
     mapped to 0..255.
@@ -186,7 +186,7 @@ def subset(split: Split, fraction: float, seed: int) -> Split:
 
 
 def _stratified(labels: Tensor, count: int, seed: int) -> Tensor:
-    """A mask that picks `count` images: from each class its share, at random.
+    """Return a mask that picks `count` images: from each class its share, at random.
 
     Shares are rounded by largest remainder, so that they add up to `count`; equal remainders go to the lower class.
     """

@@ -25,7 +25,7 @@ ITEMS = {
     "stability": ("stability", "the theory's claims, measured: eigenvalues, growth, step sizes"),
     "levels-74": ("accuracy", "hamiltonian-74 in multilevel training: small images first"),
 }
-"""Name -> module in this room that has it in its ``ITEMS``, one line of help."""
+"""Name -> module of this package that has it in its ``ITEMS``, one line of help."""
 
 BUDGETS = {
     "smoke": "under a minute on the embedded digits; shows that everything works, and nothing else",

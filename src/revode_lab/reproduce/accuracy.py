@@ -68,7 +68,7 @@ FAST: dict[str, Any] = {
 }
 
 
-# Reversible networks are trained reversibly, their states on a grid of 12 bits, which has room for the states of h = 1; the
+# Reversible networks are trained reversibly, their states on a grid of 12 bits, which holds the states of h = 1; the
 # gradients are then, bit for bit, those of storing on that grid.
 REVERSIBLY: dict[str, Any] = {**FAST, "backprop": "reversible", "exact": 12}
 

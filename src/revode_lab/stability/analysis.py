@@ -101,7 +101,7 @@ class Analysis:
         return max((Spectrum(v, len(v), "dense").axis_distance for v in self.spectra.values()), default=None)
 
     def to_dict(self) -> dict[str, Any]:
-        """The numbers, for JSON; what is not finite becomes None."""
+        """Return the numbers, for JSON; what is not finite becomes None."""
         top = self.tightest
         return _plain(
             {

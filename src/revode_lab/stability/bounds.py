@@ -59,7 +59,7 @@ class Norm:
 
 
 def lanczos_steps(size: int, tolerance: float) -> int:
-    """Steps after which the relative error of the norm is below `tolerance` with probability 1 - `FAILURE`."""
+    """Return the steps after which the relative error of the norm is below `tolerance` with probability 1 - `FAILURE`."""
     epsilon = 1.0 - (1.0 - tolerance) ** 2  # of the squared norm
     needed = (math.log(1.648 * math.sqrt(size) / FAILURE) / math.sqrt(epsilon) + 1.0) / 2.0
     return min(size, math.ceil(needed))
@@ -88,7 +88,7 @@ def largest_singular_value(
 
 
 def _lanczos(gram: Callable[[Tensor], Tensor], v: Tensor, steps: int) -> tuple[float, bool]:
-    """The largest Ritz value of a symmetric map, and whether the Krylov space was exhausted."""
+    """Return the largest Ritz value of a symmetric map, and whether the Krylov space was exhausted."""
     v = v / torch.linalg.vector_norm(v)
     basis = torch.empty(steps, v.numel(), dtype=v.dtype)
     alphas: list[float] = []
@@ -187,7 +187,7 @@ def suggest_h(model: nn.Module, images: Tensor, *, safety: float = 0.9) -> float
 
 
 def _radius(scheme: Scheme, fields: list[nn.Module], state: Parts, tolerance: float) -> tuple[float, str]:
-    """A bound on the spectral radius of the ODE's Jacobian, and what it holds for."""
+    """Return a bound on the spectral radius of the ODE's Jacobian, and what it holds for."""
     inputs = [state[-1]]
     if scheme.splits:
         inputs.append(scheme.step((state[0], state[1]), fields[0])[1])
@@ -223,7 +223,7 @@ class _Factor:
 
 
 def linear_factors(field: nn.Module) -> tuple[_Factor, ...] | None:
-    """The maps whose norms multiply to a bound on |F'|, with slopes κ and channel scales; None for other branches.
+    """Return the maps whose norms multiply to a bound on |F'|, with slopes κ and channel scales; None for other branches.
 
     L and L Λ where F' = L' D L Λ, with D ≤ 1 and a leading channel scale Λ; L alone where F' is similar to D^½ L D^½.
     """
@@ -247,7 +247,7 @@ def linear_factors(field: nn.Module) -> tuple[_Factor, ...] | None:
 
 
 def _channel_scale(norm: nn.Module | None, operator: LinearOperator) -> Tensor | None:
-    """The factor by which a norm multiplies each channel, shaped to broadcast; None if it depends on the state."""
+    """Return the factor by which a norm multiplies each channel, shaped to broadcast; None if it depends on the state."""
     if norm is None or isinstance(norm, Bias):
         return torch.ones((), dtype=operator.weight.dtype)
     if isinstance(norm, _BatchNorm) and not norm.training and norm.running_var is not None:
@@ -258,7 +258,7 @@ def _channel_scale(norm: nn.Module | None, operator: LinearOperator) -> Tensor |
 
 
 def _flips(module: nn.Module) -> bool:
-    """Whether it is a batch norm that changes the sign of a channel, or has an activation that falls somewhere."""
+    """Return True for a batch norm that changes the sign of a channel, or a module whose activation falls somewhere."""
     if isinstance(module, _BatchNorm):
         return module.weight is not None and bool((module.weight < 0).any())
     activation = getattr(module, "activation", None)
@@ -266,7 +266,7 @@ def _flips(module: nn.Module) -> bool:
 
 
 def largest_slope(activation: Callable[[Tensor], Tensor]) -> float:
-    """κ = sup |σ'|, on a fine grid from -20 to 20."""
+    """Return κ = sup |σ'|, on a fine grid from -20 to 20."""
     return float(_slopes(activation).abs().max())
 
 
@@ -275,5 +275,5 @@ def _slopes(activation: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def largest_usage(bounds: list[LayerBound]) -> LayerBound | None:
-    """The layer that uses most of its bound."""
+    """Return the layer that uses most of its bound."""
     return max(bounds, key=lambda bound: bound.usage, default=None)

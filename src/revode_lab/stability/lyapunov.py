@@ -58,7 +58,7 @@ class Lyapunov:
         return float(self.unit_log_growth[0].exp())
 
     def over_depth(self) -> tuple[list[int], Tensor]:
-        """Depths, and the factors of growth inside the units up to there, shape (depths, k)."""
+        """Return depths, and the factors of growth inside the units up to there, shape (depths, k)."""
         inside = torch.tensor([place.inside for place in self.places])
         total = (self.log_growth * inside[:, None]).cumsum(0).exp()
         steps = [i for i, place in enumerate(self.places) if place.kind == "step"]
@@ -66,14 +66,14 @@ class Lyapunov:
 
 
 def orthonormalize(frame: Tensor) -> tuple[Tensor, Tensor]:
-    """Q and log |diag R| of the QR factorisation of each sample's frame, shapes (k, batch, n) and (k, batch)."""
+    """Return Q and log |diag R| of the QR factorisation of each sample's frame, shapes (k, batch, n) and (k, batch)."""
     q, r = torch.linalg.qr(frame.permute(1, 2, 0))
     diagonal = r.diagonal(dim1=1, dim2=2)
     return (q * diagonal.sign()[:, None]).permute(2, 0, 1), diagonal.abs().log().t()
 
 
 def random_frame(x: Tensor, k: int, seed: int) -> Tensor:
-    """k orthonormal directions for each sample of x, shape (k, batch, n); the same for the same seed."""
+    """Return k orthonormal directions for each sample of x, shape (k, batch, n); the same for the same seed."""
     size = x[0].numel()
     if not 1 <= k <= size:
         raise ValueError(f"k must lie between 1 and the {size} dimensions of the state, got {k!r}")
@@ -152,20 +152,20 @@ def lyapunov_exponents(
 
 @contextlib.contextmanager
 def _tangents() -> Iterator[None]:
-    """Inside, tensors can carry tangents; nothing is recorded for backward."""
+    """Allow tensors to carry tangents inside, where nothing is recorded for backward."""
     load_forward_mode()
     with torch.no_grad(), forward_ad.dual_level():
         yield
 
 
 def _with_frame(x: Tensor, k: int, seed: int) -> Tensor:
-    """k copies of x, each with one vector of a random frame as its tangent."""
+    """Return k copies of x, each with one vector of a random frame as its tangent."""
     copies = x.repeat(k, *[1] * (x.dim() - 1))
     return forward_ad.make_dual(copies, random_frame(x, k, seed).reshape(copies.shape))
 
 
 def _renewed(unit: ReversibleSequence | None, parts: Parts, k: int) -> tuple[Parts, Tensor]:
-    """The state with its frame orthonormalised, and the logarithms of R's diagonal, shape (k, batch)."""
+    """Return the state with its frame orthonormalised, and the logarithms of R's diagonal, shape (k, batch)."""
     values, tangents = zip(*map(forward_ad.unpack_dual, parts), strict=True)
     tangents = tuple(torch.zeros_like(v) if t is None else t for v, t in zip(values, tangents, strict=True))
     frame, log = orthonormalize(flatten_state(unit, tangents).unflatten(0, (k, -1)))

@@ -46,7 +46,7 @@ DEFAULT_QUANTITIES = ("perturbation_growth", "step_usage", "reconstruction_error
 
 
 class StabilityMonitor:
-    """Measures chosen quantities every N steps; the model, its gradients and the random stream stay as they are.
+    """Measures chosen quantities every N steps; the model, its gradients and the RNG state stay as they are.
 
     Args:
         images: standard normal images of the size in the model's config unless given; the first `num_images` are used.
@@ -73,7 +73,7 @@ class StabilityMonitor:
         self.num_images = num_images
 
     def on_step(self, model: nn.Module, step: int) -> dict[str, float]:
-        """The quantities after `step`, by name; nothing between measurements, nor once the weights are NaN."""
+        """Return the quantities after `step`, by name; nothing between measurements, nor once the weights are NaN."""
         if step % self.every:
             return {}
         model = unwrapped(model)

@@ -76,7 +76,7 @@ def _chunks(images: Tensor, labels: Tensor | None, chunk: int) -> Iterator[tuple
 
 
 def _norms(model: nn.Module, images: Tensor, labels: Tensor | None) -> tuple[list[Place], Tensor]:
-    """Norms of states and co-states, shape (places, 2, images)."""
+    """Return norms of states and co-states, shape (places, 2, images)."""
     seen: list[tuple[Place, ReversibleSequence | None, Parts]] = []
 
     def visit(place: Place, unit: ReversibleSequence | None, parts: Parts) -> Parts:
@@ -119,7 +119,7 @@ _ANTIDERIVATIVES: dict[Any, Callable[[Tensor], Tensor]] = {
 
 
 def antiderivative(activation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """S(x) = ∫ σ from 0 to x, in closed form where known, else by Gauss-Legendre quadrature with 24 nodes."""
+    """Return S(x) = ∫ σ from 0 to x, in closed form where known, else by Gauss-Legendre quadrature with 24 nodes."""
     if activation in _ANTIDERIVATIVES:
         return _ANTIDERIVATIVES[activation](x)
     nodes, weights = np.polynomial.legendre.leggauss(24)
@@ -130,14 +130,14 @@ def antiderivative(activation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def potential(field: nn.Module, q: Tensor) -> Tensor:
-    """Σ S(K(q + a) + b) of each sample: the potential whose gradient the field is."""
+    """Return Σ S(K(q + a) + b) of each sample: the potential whose gradient the field is."""
     assert isinstance(field, SymmetricField)
     before = field.norm(field.operator(q if field.lead is None else field.lead(q)))
     return antiderivative(field.activation, before).flatten(1).sum(1)
 
 
 def has_energy(unit: ReversibleSequence) -> bool:
-    """Whether the unit integrates Hamilton's equations: symmetric fields with biases, in a scheme that has a Hamiltonian."""
+    """Return True if the unit integrates Hamilton's equations: symmetric fields with biases, in a scheme with a Hamiltonian."""
     scheme = unit.scheme
     conservative = all(
         isinstance(field, SymmetricField)
@@ -165,18 +165,18 @@ class Energy:
 
     @property
     def step_change(self) -> Tensor:
-        """What integrating one step added, as a fraction of H."""
+        """The change of H by one step, as a fraction of H."""
         return (self.after - self.before) / self.before
 
     @property
     def jump(self) -> Tensor:
-        """What changing to the next block's weights added, as a fraction of H; between blocks of one unit only."""
+        """The change of H by the next block's weights, as a fraction of H; between blocks of one unit only."""
         inside = torch.tensor([a == b for a, b in zip(self.units[:-1], self.units[1:], strict=True)], dtype=torch.bool)
         return ((self.before[1:] - self.after[:-1]) / self.after[:-1])[inside]
 
 
 def energy(unit: ReversibleSequence, fields: list[nn.Module], parts: Parts) -> Tensor:
-    """H of one state under the weights of one block, for each sample."""
+    """Return H of one state under the weights of one block, for each sample."""
     if unit.scheme.splits:
         y, z = parts
         return potential(fields[0], z) + potential(fields[1], y)
@@ -223,7 +223,7 @@ class Sensitivity:
 def noise_sensitivity(
     model: nn.Module, images: Tensor, *, sizes: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3), seed: int = 0
 ) -> list[Sensitivity]:
-    """The answer to Gaussian noise of the given sizes."""
+    """Return the answer to Gaussian noise of the given sizes."""
     model, images = prepared(model, images, None)
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(images.shape, generator=generator, dtype=torch.float64).to(images)

@@ -43,7 +43,7 @@ class Drift:
 def resized(
     sequence: ReversibleSequence, *, depth: int | None = None, h: float | None = None, dtype: torch.dtype | None = None
 ) -> ReversibleSequence:
-    """A copy of the first `depth` steps of a sequence, with another step size or dtype; reversible, without a grid."""
+    """Return a copy of the first `depth` steps of a sequence, with another step size or dtype; reversible, without a grid."""
     scheme = copy.copy(sequence.scheme)
     if h is not None:
         if not h > 0.0:
@@ -62,14 +62,14 @@ def resized(
 
 
 def relative_error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """|found - expected| / |expected|, over all tensors together, in double precision."""
+    """Return |found - expected| / |expected|, over all tensors together, in double precision."""
     difference = sum(float((a.double() - b.double()).square().sum()) for a, b in zip(found, expected, strict=True))
     size = sum(float(b.double().square().sum()) for b in expected)
     return (difference / size) ** 0.5 if size > 0 else difference**0.5
 
 
 def reconstruction_error(sequence: ReversibleSequence, x: Tensor) -> float:
-    """The relative error of ``inverse`` after ``forward``; on a grid, of the rounded input it promises to return."""
+    """Return the relative error of ``inverse`` after ``forward``; on a grid, of the rounded input it promises to return."""
     sequence = copy.deepcopy(sequence)  # a call in training mode moves running statistics
     with torch.no_grad():
         _, state = sequence(x, return_state=True)
@@ -79,12 +79,12 @@ def reconstruction_error(sequence: ReversibleSequence, x: Tensor) -> float:
 
 
 def unit_reconstruction_errors(model: nn.Module, images: Tensor) -> list[float]:
-    """The relative reconstruction error of every unit on its own input, in the model's dtype."""
+    """Return the relative reconstruction error of every unit on its own input, in the model's dtype."""
     return [reconstruction_error(resized(unit), x) for unit, x in unit_inputs(*prepared(model, images, None))]
 
 
 def reconstruction_profile(sequence: ReversibleSequence, x: Tensor | State) -> list[float]:
-    """The relative error of the state on the way back: at the entrance, then after each step; the last is 0."""
+    """Return the relative error of the state on the way back: at the entrance, then after each step; the last is 0."""
     sequence = copy.deepcopy(sequence)
     with torch.no_grad():
         states = list(sequence.states(x))
@@ -95,7 +95,7 @@ def reconstruction_profile(sequence: ReversibleSequence, x: Tensor | State) -> l
 
 
 def _gradients(sequence: ReversibleSequence, x: Tensor, weight: Tensor) -> list[Tensor]:
-    """Gradients of <weight, y> by the input and all parameters."""
+    """Return gradients of <weight, y> by the input and all parameters."""
     x = x.detach().clone().requires_grad_()
     leaves = [x, *sequence.parameters()]
     with torch.enable_grad():
@@ -104,7 +104,7 @@ def _gradients(sequence: ReversibleSequence, x: Tensor, weight: Tensor) -> list[
 
 
 def gradient_error(sequence: ReversibleSequence, x: Tensor) -> float:
-    """The relative difference of a sequence's gradients to those of the same forward under ``store``."""
+    """Return the relative difference of a sequence's gradients to those of the same forward under ``store``."""
     weight = torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(x)
     own = resized(sequence).with_strategy(exact=sequence.strategy.exact, anchor_every=sequence.strategy.anchor_every)
     stored = own.with_strategy(backprop="store", anchor_every=None)
@@ -120,7 +120,7 @@ def drift(
     dtypes: Sequence[torch.dtype] = (torch.float32, torch.float64),
     exact: Sequence[bool] = (False, True),
 ) -> list[Drift]:
-    """Reconstruction and gradient error over depth, dtype, step size and grid, on copies.
+    """Return reconstruction and gradient error over depth, dtype, step size and grid, on copies.
 
     Configurations that the grid refuses (a scheme that scales its state, a state out of range, half precision) have no row.
 

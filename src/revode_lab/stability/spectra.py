@@ -41,7 +41,7 @@ def load_forward_mode() -> None:
 
 
 def slope(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """The derivative of an elementwise function at x."""
+    """Return the derivative of an elementwise function at x."""
     load_forward_mode()
     return torch.func.jvp(function, (x,), (torch.ones_like(x),))[1]
 
@@ -71,12 +71,12 @@ class Jacobian:
         return torch.cat([part.flatten() for part in out]) if isinstance(out, tuple | list) else out.flatten()
 
     def matvec(self, v: Tensor) -> Tensor:
-        """J v."""
+        """Return J v."""
         with torch.no_grad():
             return self._product(v.to(self.x).reshape(self.x.shape))
 
     def rmatvec(self, v: Tensor) -> Tensor:
-        """J' v."""
+        """Return J' v."""
         with torch.no_grad():
             return self._adjoint_product(v.to(self.x).reshape(self.value.shape))[0]
 
@@ -92,14 +92,14 @@ class Jacobian:
         return torch.func.vjp(self._flat, self.x)[1]
 
     def dense(self) -> Tensor:
-        """J, 64 columns at a time."""
+        """Return J, computed 64 columns at a time."""
         identity = torch.eye(self.shape[1], dtype=self.x.dtype, device=self.x.device)
         with torch.no_grad():
             return torch.func.vmap(self._product, chunk_size=64)(identity).t()
 
 
 def frozen(module: nn.Module) -> nn.Module:
-    """A copy without gradients whose batch norms in training mode use batch statistics and record none."""
+    """Return a copy without gradients whose batch norms in training mode use batch statistics and record none."""
     module = copy.deepcopy(module).requires_grad_(False)
     for part in module.modules():
         if isinstance(part, _BatchNorm) and part.training:
@@ -145,7 +145,7 @@ def spectrum(
     k: int | None = None,
     dense_limit: int = DENSE_LIMIT,
 ) -> Spectrum:
-    """Eigenvalues of the Jacobian of `function` at `state`.
+    """Return eigenvalues of the Jacobian of `function` at `state`.
 
     Up to `dense_limit` dimensions every eigenvalue is computed from the dense Jacobian. Above, or when `k` is given, ARPACK's
     implicitly restarted Arnoldi method finds the k of largest modulus, and the few of largest real part where these stand
@@ -174,7 +174,7 @@ def spectrum(
 
 
 def _arnoldi(jacobian: Jacobian, k: int, which: str, restarts: int) -> Tensor:
-    """The k eigenvalues that `which` asks for, or those of them that converged.
+    """Return the k eigenvalues that `which` asks for, or those of them that converged.
 
     On a spectrum along the imaginary axis no real part is the largest, and the search for it ends without one.
     """
@@ -221,7 +221,7 @@ def similar_matrix(fields: Sequence[nn.Module], state: Tensor | Sequence[Tensor]
 
 
 def _matrix_and_slope(field: nn.Module, y: Tensor) -> tuple[Tensor, Tensor]:
-    """K and the diagonal of D = σ'(K y + b) of a field with a bias for its norm."""
+    """Return K and the diagonal of D = σ'(K y + b) of a field with a bias for its norm."""
     if not isinstance(field, SymmetricField | AntisymmetricField) or not isinstance(field.norm, Bias):
         raise ValueError(
             f"the similar matrix exists for the paper's fields with norm='none', got {type(field).__name__}: {field}"
@@ -254,7 +254,7 @@ def unit_spectra(model: nn.Module, images: Tensor, *, max_size: int = 500) -> di
 
 
 def _patch(parts: Parts, max_size: int) -> Parts:
-    """The centre of a state, so small that its two members have at most `max_size` numbers together."""
+    """Return the centre of a state, so small that its two members have at most `max_size` numbers together."""
     if parts[0].dim() != 4:
         return parts
     _, channels, height, width = parts[0].shape

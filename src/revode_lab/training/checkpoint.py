@@ -39,7 +39,7 @@ def write_checkpoint(path: Path, state: dict[str, Any], keep_as: Path | None = N
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """The state in `path`, verified; no code in it is ever run.
+    """Return the state in `path`, verified; no code in it is ever run.
 
     Raises:
         ValueError: It is missing, cut short, altered, or not a checkpoint of a run.
@@ -124,7 +124,7 @@ class Position:
 
     @classmethod
     def restored(cls, saved: list[dict[str, Any]], group: Group) -> Position:
-        """This process's position among the saved ones; the first gets all sums if there are now more processes or fewer."""
+        """Return this process's position among the saved ones; the first gets all sums if their number has changed."""
         mine = dict(saved[group.rank if len(saved) == group.world_size else 0])
         if len(saved) != group.world_size:
             for name in ("loss_sum", "num_correct", "num_images"):
@@ -133,7 +133,7 @@ class Position:
 
 
 def collect(job: Job, position: Position, plan: dict[str, Any], metrics_offset: int) -> dict[str, Any]:
-    """The state of a run in types that load with ``weights_only=True``. All processes must call it."""
+    """Return the state of a run in types that load with ``weights_only=True``. All processes must call it."""
     optimizer = job.optimizer.state_dict()
     momenta = {
         index: {name: value.cpu() if isinstance(value, Tensor) else value for name, value in entry.items()}
@@ -190,7 +190,7 @@ def _restore_momenta(job: Job, momenta: dict[int, dict[str, Any]]) -> None:
 
 
 def random_states() -> dict[str, Any]:
-    """The states of torch's generators, in types that load with ``weights_only=True``."""
+    """Return the states of torch's generators, in types that load with ``weights_only=True``."""
     return {
         "cpu": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
@@ -241,7 +241,7 @@ def find_source(
 
 
 def merge(old: Config, new: Config, given: Sequence[str], note: Callable[[str], None]) -> Config:
-    """The configuration `old` of a run with the given settings of `new`, as far as they leave it the same run."""
+    """Return the configuration `old` of a run with the given settings of `new`, as far as they leave it the same run."""
     ours, theirs = old.leaves(), new.leaves()
     changed = {name: theirs[name] for name in given if theirs[name] != ours[name]}
     fixed = [name for name in changed if name not in _FREE]

@@ -213,7 +213,7 @@ def _check(values: dict[str, Any]) -> None:
 
 
 def from_leaves(values: Mapping[str, Any]) -> Config:
-    """The tree in which the named settings have these values and all others their defaults."""
+    """Return the tree in which the named settings have these values and all others their defaults."""
     parts: dict[str, dict[str, Any]] = {section: {} for section in ("", *SECTIONS)}
     for name, value in values.items():
         parts[LEAVES[name].section][name] = convert(LEAVES[name], value)
@@ -221,7 +221,7 @@ def from_leaves(values: Mapping[str, Any]) -> Config:
 
 
 def convert(leaf: Leaf, value: Any) -> Any:
-    """`value` in the type of `leaf`, from a string or from what YAML gives; else a ValueError that says what was expected."""
+    """Return `value` in the type of `leaf`, from a string or from YAML; raise ValueError with the expectation."""
     try:
         return _convert(leaf.kind, value)
     except Exception:
@@ -235,7 +235,7 @@ _WORDS = {
 
 
 def _expectation(kind: Any) -> str:
-    """The values that `kind` admits, in words."""
+    """Return the values that `kind` admits, in words."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is Literal:
         return " or ".join(arguments)
@@ -270,7 +270,7 @@ def _convert(kind: Any, value: Any) -> Any:
 
 
 def _convert_options(value: Any) -> dict[str, Any]:
-    """Options from a dict, or from ``key=value,key=[value,value]`` with values as YAML reads them."""
+    """Return options from a dict, or from ``key=value,key=[value,value]`` with values as YAML reads them."""
     if isinstance(value, str):
         import yaml
 
@@ -285,7 +285,7 @@ def _convert_options(value: Any) -> dict[str, Any]:
 
 
 def read_yaml(path: str) -> dict[str, Any]:
-    """Name -> value of the settings in a YAML file."""
+    """Return name -> value of the settings in a YAML file."""
     import yaml
 
     try:
@@ -328,7 +328,7 @@ def _unknown_key(path: str, origin: str) -> ValueError:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """One flag per setting, grouped by section. A flag that is not given leaves no trace in the namespace."""
+    """Return one flag per setting, grouped by section. A flag that is not given leaves no trace in the namespace."""
     groups = {section: parser.add_argument_group(section) for section in SECTIONS}
     for name, leaf in LEAVES.items():
         if name in ("name", "recipe"):  # MODEL and --recipe
@@ -438,7 +438,7 @@ def configure(config_file: str | None = None, **settings: Any) -> Config:
 
 
 def _usual_recipe(model: str | None, dataset: str | None) -> str:
-    """The recipe of the data set; without one, of the data set whose images have the size that the network is named for."""
+    """Return the recipe of the data set, or of the data set whose images have the size of the network."""
     if dataset is None and model is not None:
         from revode.networks import model_config
         from revode_lab.data import INFOS

@@ -29,12 +29,12 @@ _NUM_MEASURED = 16
 
 
 def build_model(config: Config, info: data.DatasetInfo, level: int = -1) -> StagedClassifier:
-    """The network of `config` for the images of a data set, at its last or an earlier level, with fresh weights."""
+    """Return the network of `config` for the images of a data set, at its last or an earlier level, with fresh weights."""
     return build(level_networks(config, info)[level])
 
 
 def level_networks(config: Config, info: data.DatasetInfo) -> list[NetworkConfig]:
-    """The network of every level, its ``image_size`` the level's edge; just the one that is named, where there are no levels.
+    """Return the network of every level, with the level's ``image_size``; without levels, the named one.
 
     In depth (Chang et al. 2018) a level starts with the weights of the one before, refined in time; in resolution (Haber et
     al. 2017) with the same weights on images whose pixels are averaged over fewer.
@@ -53,7 +53,7 @@ def level_networks(config: Config, info: data.DatasetInfo) -> list[NetworkConfig
 
 
 def network_options(config: Config, info: data.DatasetInfo) -> dict[str, Any]:
-    """The options of that network."""
+    """Return the options of that network."""
     settings = config.model
     if model_config(settings.name).scores_points:
         raise ValueError(
@@ -78,7 +78,7 @@ def network_options(config: Config, info: data.DatasetInfo) -> dict[str, Any]:
 
 
 def choose_images(config: Config, dataset: data.Dataset) -> tuple[data.Split, data.Split | None]:
-    """The images that a run trains on, and those that it holds out, if any."""
+    """Return the images that a run trains on, and those that it holds out, if any."""
     settings, seed = config.data, config.execution.seed
     split = data.subset(dataset.train, settings.train_fraction, seed)
     return data.hold_out(split, settings.validation, seed) if settings.validation else (split, None)

@@ -81,7 +81,7 @@ def make_plan(job: Job) -> dict[str, Any]:
 
 
 def dry_run(config: Config) -> list[str]:
-    """What `config` would train, and what it would cost, for a reader; nothing is written."""
+    """Say what `config` would train and its cost, in lines; nothing is written."""
     with process_group(config.execution) as group:
         job = Job(config, group)
         plan = make_plan(job)
@@ -100,7 +100,7 @@ def dry_run(config: Config) -> list[str]:
 
 
 def plan_lines(plan: dict[str, Any]) -> list[str]:
-    """A plan for a reader, in lines of at most 80 characters."""
+    """Return a plan for a reader, in lines of at most 80 characters."""
     memory = ", ".join(f"{name} {human_bytes(count)}" for name, count in plan["activation_bytes"].items())
     return [
         f"  parameters   {plan['params']:,}",
@@ -112,7 +112,7 @@ def plan_lines(plan: dict[str, Any]) -> list[str]:
 
 
 def fastest(action: Callable[[], object], device: torch.device) -> float:
-    """Seconds of `action`: the shortest of some runs, since what else the machine does only makes them longer.
+    """Return seconds of `action`: the shortest of some runs, since what else the machine does only makes them longer.
 
     The first run also prepares kernels and does not count, unless it is so long that this makes no difference.
     """

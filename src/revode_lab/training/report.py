@@ -98,7 +98,7 @@ def _cards(page: Page, run: Run) -> None:
 
 
 def _curves(page: Page, rows: list[dict[str, Any]]) -> None:
-    """The course of what was logged, and of what ``--monitor`` wrote."""
+    """Return the course of what was logged, and of what ``--monitor`` wrote."""
     if not any(row["kind"] == "train" for row in rows):
         page.text("No metrics were logged yet.")
         return
@@ -116,7 +116,7 @@ def _curves(page: Page, rows: list[dict[str, Any]]) -> None:
 
 
 def _curve(page: Page, rows: list[dict[str, Any]], quantity: str, axis: str, caption: str) -> None:
-    """A quantity of the metrics over steps: a curve for training and for the evaluation split, where they have it."""
+    """Return a quantity of the metrics over steps: a curve for training and for the evaluation split, where they have it."""
     series: dict[str, Points] = {}
     scale = 100.0 if axis.endswith("%") else 1.0
     for kind in ("train", "evaluation", "monitor"):
@@ -146,7 +146,7 @@ def _memory(page: Page, plan: dict[str, Any] | None) -> None:
 
 
 def _unit_inputs(model: nn.Module, images: Tensor) -> list[tuple[Any, Any]]:
-    """Every reversible unit in the order of evaluation, with what it is given."""
+    """Return every reversible unit in the order of evaluation, with what it is given."""
     inputs: list[tuple[Any, Any]] = []
     units = [module for module in model.modules() if isinstance(module, ReversibleSequence)]
     hooks = [unit.register_forward_pre_hook(lambda unit, x: inputs.append((unit, x[0]))) for unit in units]
@@ -157,7 +157,7 @@ def _unit_inputs(model: nn.Module, images: Tensor) -> list[tuple[Any, Any]]:
 
 
 def _depth(page: Page, run: Run, dataset: data.Dataset) -> None:
-    """Reconstruction error and gradient over depth, a curve for each unit."""
+    """Return reconstruction error and gradient over depth, a curve for each unit."""
     edge = run.model.config.image_size
     images, labels = images_as_seen(dataset, dataset.test or dataset.train, _NUM_PROFILE_IMAGES, edge)
     errors = reconstruction_errors(run.model, images)
@@ -195,7 +195,7 @@ def _over_depth(page: Page, units: Mapping[str, list[float]], label: str, captio
 
 @torch.no_grad()
 def reconstruction_errors(model: nn.Module, images: Tensor) -> dict[str, list[float]]:
-    """Unit -> relative error of the state before each of its blocks, after walking back from its end.
+    """Return unit -> relative error of the state before each of its blocks, after walking back from its end.
 
     A unit whose final pair alone does not tell the way back has no numbers.
     """
@@ -232,7 +232,7 @@ def _classes(page: Page, run: Run, dataset: data.Dataset | None) -> None:
 
 @torch.no_grad()
 def _predictions(page: Page, run: Run, dataset: data.Dataset, test: data.Split) -> None:
-    """The first test images and the first mistakes, each with the confidence of the network."""
+    """Return the first test images and the first mistakes, each with the confidence of the network."""
     first: list[tuple[Tensor, str]] = []
     mistakes: list[tuple[Tensor, str]] = []
     names = dataset.class_names

@@ -146,7 +146,7 @@ class MetricsLog:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of ``metrics.jsonl``; a last line cut short by a crash is left out."""
+    """Return the lines of ``metrics.jsonl``; a last line cut short by a crash is left out."""
     return read_json_lines(folder / METRICS)
 
 
@@ -243,14 +243,14 @@ def load_run(folder: str | Path, device: str = "cpu") -> Run:
 
 
 def pretrained_run(name: str, dataset: str, device: str = "cpu") -> Run:
-    """The network `name` with the weights for `dataset` that come with the package, as a run that has no directory."""
+    """Return the network `name` with the weights for `dataset` that come with the package, as a run that has no directory."""
     model = load_pretrained(name, dataset).to(choose_device(device)).eval()
     config = from_leaves({"name": name, "dataset": dataset})
     return Run(Path(name), config, model, f"package for {dataset}", {})
 
 
 def score_run(run: Run, split: str = "test", data_root: str | None = None) -> Score:
-    """The score of a run's network on ``"test"``, ``"validation"`` (as it was held out) or ``"train"`` images."""
+    """Return the score of a run's network on ``"test"``, ``"validation"`` (as it was held out) or ``"train"`` images."""
     dataset = data.load(run.config.data.dataset, data_root or run.config.record.data_root)
     device = next(run.model.parameters()).device
     images = choose_split(run.config, dataset, split).to(device)
@@ -264,7 +264,7 @@ def score_run(run: Run, split: str = "test", data_root: str | None = None) -> Sc
 
 
 def choose_split(config: Config, dataset: data.Dataset, name: str) -> data.Split:
-    """The images a run calls by this name."""
+    """Return the images a run calls by this name."""
     if name == "test":
         return dataset.split("test")
     kept, held_out = choose_images(config, dataset)
@@ -278,7 +278,7 @@ def choose_split(config: Config, dataset: data.Dataset, name: str) -> data.Split
 def images_as_seen(
     dataset: data.Dataset, split: data.Split, count: int, edge: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first `count` images of a split, standardised and resampled to `edge`, and their labels."""
+    """Return the first `count` images of a split, standardised and resampled to `edge`, and their labels."""
     batch = split.take(torch.arange(min(count, len(split))))
     return data.resample(data.standardise(batch.images, dataset), edge or dataset.image_size), batch.labels
 
@@ -320,7 +320,7 @@ def finish(
 def make_result(
     job: Job, position: Position, plan: dict[str, Any], score: Score | None, weights_of: str
 ) -> dict[str, Any]:
-    """What ``result.json`` holds; accuracies are fractions."""
+    """Return the content of ``result.json``; accuracies are fractions."""
     config, trained = job.config, position.seconds - position.seconds_scoring
     return {
         "model": job.level_networks[job.level].name if job.is_cut else config.model.name,
@@ -392,7 +392,7 @@ def _convert(model: nn.Module, images: Tensor) -> torch.onnx.ONNXProgram:
 
 @torch.no_grad()
 def _compare(program: torch.onnx.ONNXProgram, model: nn.Module, images: Tensor) -> float | None:
-    """The largest difference of class scores, on the batch and on a single image of it."""
+    """Return the largest difference of class scores, on the batch and on a single image of it."""
     if importlib.util.find_spec("onnxruntime") is None:
         return None
     worst = 0.0

@@ -109,7 +109,7 @@ class Progress:
 
 
 def memory_in_use() -> str:
-    """Peak of the GPU's memory if one is used, else of the memory of this process, in words."""
+    """Return peak of the GPU's memory if one is used, else of the memory of this process, in words."""
     import torch
 
     if torch.cuda.is_available() and torch.cuda.is_initialized():
