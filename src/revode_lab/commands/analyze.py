@@ -25,10 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--against", metavar="MODEL|RUN", help="a second network, measured on the same images")
     parser.add_argument("--pretrained", metavar="DATASET", help="take the weights of MODEL that come with the package")
     parser.add_argument(
-        "--options",
-        default="",
-        metavar="VALUE",
-        help="options of a named network, as h=0.05,init=smooth",
+        "--options", default="", metavar="VALUE", help="options of a named network, as h=0.05,init=smooth"
     )
     parser.add_argument(
         "--dataset",

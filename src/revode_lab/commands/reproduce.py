@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--autocast",
-        choices=("none", "bfloat16", "float16"),
+        choices=("none", "bfloat16"),
         default="none",
         help="precision of the branches in a training; states stay float32.\n"
         "bfloat16 is faster where the CPU has it (avx512_bf16, amx)",

@@ -137,16 +137,14 @@ def _check_ranks(batch_size: int, rank: int, world_size: int) -> None:
         raise ValueError(f"rank is {rank} of {world_size} processes; expected 0 to {world_size - 1}")
 
 
-def standardise(
-    images: Tensor, info: DatasetInfo, *, memory_format: torch.memory_format = torch.contiguous_format
-) -> Tensor:
+def standardise(images: Tensor, info: DatasetInfo) -> Tensor:
     """Return images as float32 with mean 0 and deviation 1 in every channel over the training split: (x/255 - mean)/std."""
     _check_images(images, info)
     mean = torch.tensor(info.mean, dtype=torch.float64)
     std = torch.tensor(info.std, dtype=torch.float64)
     scale = (1 / (255 * std)).to(torch.float32).view(1, -1, 1, 1).to(images.device)
     shift = (-mean / std).to(torch.float32).view(1, -1, 1, 1).to(images.device)
-    return images.to(torch.float32, memory_format=memory_format).mul_(scale).add_(shift)
+    return images.to(torch.float32).mul_(scale).add_(shift)
 
 
 def resample(images: Tensor, edge: int) -> Tensor:
@@ -163,7 +161,6 @@ def augment(
     epoch: int,
     flips: str = "random",
     cutout: int = 0,
-    memory_format: torch.memory_format = torch.contiguous_format,
 ) -> Tensor:
     """Return a random crop of each zero-padded, standardised image, mirrored with probability 1/2 where `info` allows it.
 
@@ -193,7 +190,7 @@ def augment(
     windows = _crop(padded, info.image_size, rows, columns, mirrored)
     if cutout:
         windows.masked_fill_(squares(indices, info.image_size, cutout, seed=seed, epoch=epoch), 0.0)
-    return windows.contiguous(memory_format=memory_format)
+    return windows
 
 
 def alternate(indices: Tensor, epoch: int, *, seed: int) -> Tensor:

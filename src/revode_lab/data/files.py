@@ -23,7 +23,7 @@ CIFAR_PIXELS = 3 * 32 * 32
 _ARRAY_NAMES = (
     "numpy.dtype", "numpy.ndarray", "numpy.core.multiarray._reconstruct", "numpy.core.numeric._frombuffer",
 )  # fmt: skip
-"""What the pickle of an array names."""
+"""The names in the pickle of an array."""
 
 
 def file_reader(name: str, root: Path) -> Callable[[DataFile], bytes]:

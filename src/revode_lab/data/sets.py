@@ -133,7 +133,7 @@ def _decode_stl(layout: Layout, parts: list[np.ndarray]) -> Split:
 
 
 DECODERS: dict[str, Callable[[Layout, list[np.ndarray]], Split]] = {"cifar": _decode_cifar, "stl": _decode_stl}
-"""How a split is read out of the bytes of its files, by the ``encoding`` of its `Layout`."""
+"""``encoding`` of a `Layout` -> function from the bytes of its files to a split."""
 
 
 def _read_digits(info: DatasetInfo) -> tuple[Split, Split]:

@@ -29,7 +29,7 @@ QUANTITIES: dict[str, Callable[[nn.Module, Tensor], float | None]] = {
     "gradient_growth": lambda model, x: signal_propagation(model, x).gradient_growth,
     "max_real_part": lambda model, x: max(float(values.real.max()) for values in unit_spectra(model, x).values()),
 }
-"""What a monitor can follow: name -> the number, None where a network has no such thing (a RevNet's step bound)."""
+"""Quantities of a monitor: name -> the number, None where a network has none (a RevNet's step bound)."""
 
 MEANINGS = {
     "perturbation_growth": "Growth of a small disturbance over the whole network: near 1 it stays small.",
@@ -40,7 +40,7 @@ MEANINGS = {
     "gradient_growth": "Growth of the gradient inside the units, on its way back.",
     "max_real_part": "Largest real part of the frozen ODE's eigenvalues: above 0 disturbances grow.",
 }
-"""What each quantity says, in a sentence."""
+"""The meaning of each quantity, in a sentence."""
 
 DEFAULT_QUANTITIES = ("perturbation_growth", "step_usage", "reconstruction_error")
 

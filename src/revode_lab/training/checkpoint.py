@@ -28,7 +28,7 @@ LAST, PREVIOUS, BEST = "last.ckpt", "previous.ckpt", "best.ckpt"
 CONFIG, METRICS, RESULT = "config.yaml", "metrics.jsonl", "result.json"
 WEIGHTS, REPORT = "model.safetensors", "report.html"
 FILES = (CONFIG, METRICS, RESULT, LAST, PREVIOUS, BEST, WEIGHTS, REPORT)
-"""What a run writes."""
+"""The files of a run."""
 
 
 def write_checkpoint(path: Path, state: dict[str, Any], keep_as: Path | None = None) -> None:
@@ -151,7 +151,6 @@ def collect(job: Job, position: Position, plan: dict[str, Any], metrics_offset: 
         "model": {name: tensor.cpu() for name, tensor in job.model.state_dict().items()},
         "momenta": momenta,
         "average": average,
-        "scaler": job.scaler.state_dict(),
         "processes": processes,
         "plan": plan,
         "metrics_offset": metrics_offset,
@@ -171,7 +170,6 @@ def restore(job: Job, state: dict[str, Any]) -> Position:
         job.average.num_updates = state["average"]["num_updates"]
         for name, tensor in job.average.tensors.items():
             tensor.copy_(state["average"]["tensors"][name])
-    job.scaler.load_state_dict(state["scaler"])
     processes = state["processes"]
     if len(processes) == job.group.world_size:
         restore_random_states(processes[job.group.rank]["random"])
@@ -191,10 +189,7 @@ def _restore_momenta(job: Job, momenta: dict[int, dict[str, Any]]) -> None:
 
 def random_states() -> dict[str, Any]:
     """Return the states of torch's generators, in types that load with ``weights_only=True``."""
-    return {
-        "cpu": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-    }
+    return {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []}
 
 
 def restore_random_states(states: dict[str, Any]) -> None:

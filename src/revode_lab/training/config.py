@@ -70,7 +70,6 @@ class OptimizationConfig:
     rate_per_level: bool = _setting(False, "a course of the learning rate for each level, instead of one for all")
     max_steps: int | None = _setting(None, "stop after this many updates, if that comes first", at_least=1)
     batch_size: int = _setting(64, "images per update, over all processes", at_least=1)
-    accumulate: int = _setting(1, "micro-batches that an update's batch is cut into", at_least=1)
     lr: float = _setting(0.1, "learning rate (its peak, for one-cycle)", at_least=0)
     schedule: Literal["constant", "step", "one-cycle"] = _setting("one-cycle", "course of the learning rate")
     milestones: tuple[int, ...] = _setting((), "where `step` divides the learning rate by 10, as 80,120")
@@ -94,9 +93,8 @@ class ExecutionConfig:
     threads: int = _setting(
         0, "CPU threads; 0 leaves torch's choice; the last bits depend on it", at_least=0, below=MOST_THREADS + 1
     )
-    autocast: Literal["none", "bfloat16", "float16"] = _setting("none", "dtype of the branches; states stay float32")
+    autocast: Literal["none", "bfloat16"] = _setting("none", "dtype of the branches; states stay float32")
     compile: bool = _setting(False, "compile the blocks, once for each kind and shape")
-    channels_last: bool = _setting(True, "memory format of the images")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,11 +187,6 @@ def _check(values: dict[str, Any]) -> None:
         raise ValueError(f"train_fraction is {values['train_fraction']}; expected a number above 0 and at most 1")
     if values["epochs"] is None and values["max_steps"] is None:
         raise ValueError("epochs and max_steps are both none; give one of them")
-    if values["batch_size"] % values["accumulate"]:
-        raise ValueError(
-            f"accumulate is {values['accumulate']}, which does not divide the batch size "
-            f"{values['batch_size']}; choose a divisor"
-        )
     if values["schedule"] == "step" and not values["milestones"]:
         raise ValueError("schedule is step without milestones; give milestones, as 80,120")
     if any(milestone < 1 for milestone in values["milestones"]):

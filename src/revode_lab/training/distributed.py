@@ -165,16 +165,6 @@ def replicate(model: nn.Module, group: Group) -> nn.Module:
     return nn.parallel.DistributedDataParallel(model, **options)
 
 
-@contextlib.contextmanager
-def gradients_stay_local(module: nn.Module, local: bool) -> Iterator[None]:
-    """Hold back the exchange of gradients, for all micro-batches of an update but the last."""
-    if local and isinstance(module, nn.parallel.DistributedDataParallel):
-        with module.no_sync():
-            yield
-    else:
-        yield
-
-
 _LETTING_GO = 0.3
 """Seconds that gloo's threads have to let go of their tensors."""
 
@@ -229,8 +219,7 @@ def _start(file: Path, folder: Path, num_processes: int, threads: int) -> list[s
     }
     return [
         subprocess.Popen(
-            [*command, "--resume", "auto"],
-            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            [*command, "--resume", "auto"], env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         )
         for rank in range(num_processes)
     ]

@@ -106,7 +106,6 @@ class Job:
                 f"{self.dataset.image_size}: little would be left of them; give a smaller one"
             )
         self.train_split, self.validation_split = choose_images(config, self.dataset)
-        self.memory_format = torch.channels_last if execution.channels_last else torch.contiguous_format
         self.steps_per_epoch, self.num_steps = self._count_steps()
         self.levels = parse_levels(config.optimization.levels)
         ends = itertools.accumulate(level.epochs * self.steps_per_epoch for level in self.levels)
@@ -117,7 +116,6 @@ class Job:
         # Equal weights everywhere, then noise of its own for each process.
         torch.manual_seed(execution.seed + group.rank)
         self._train(model)
-        self.scaler = torch.amp.GradScaler(group.device.type, enabled=execution.autocast == "float16")
 
     def _train(self, model: StagedClassifier) -> None:
         """Make `model` the one that is trained."""
@@ -187,19 +185,14 @@ class Job:
 
     def _count_steps(self) -> tuple[int, int]:
         """Return the updates in an epoch and in all."""
-        settings, parts = self.config.optimization, self.group.world_size * self.config.optimization.accumulate
-        if settings.batch_size % parts:
-            raise ValueError(
-                f"batch size {settings.batch_size} does not divide into {settings.accumulate} micro-batches on each of "
-                f"{self.group.world_size} processes; use a multiple of {parts}"
-            )
-        data.batches(len(self.train_split), settings.batch_size, seed=0, epoch=0)  # refuses what cannot be cut
+        settings, count = self.config.optimization, self.group.world_size
+        data.batches(len(self.train_split), settings.batch_size, seed=0, epoch=0, world_size=count)  # may refuse
         return count_steps(settings, len(self.train_split))
 
     def fresh_model(self, level: int | None = None) -> StagedClassifier:
         """Return the network of a level with fresh weights, on its device and in its memory format, not yet wrapped."""
         model = build(self.level_networks[self.level if level is None else level]).to(self.group.device)
-        return model.to(memory_format=self.memory_format)  # type: ignore[call-overload]
+        return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     @property
     def evaluation_split(self) -> tuple[str, data.Split] | None:
@@ -220,13 +213,14 @@ class Job:
 
     def images(self, indices: Tensor, epoch: int, level: int | None = None) -> tuple[Tensor, Tensor]:
         """Return the images at `indices` as the network sees them in `epoch`, at this level or another, and their labels."""
-        batch, settings, form = self.train_split.take(indices), self.config.data, self.memory_format
+        batch, settings = self.train_split.take(indices), self.config.data
         if settings.augment:
-            draw = {"seed": self.config.execution.seed, "epoch": epoch}
-            how: dict[str, Any] = {"flips": settings.flips, "cutout": settings.cutout, "memory_format": form}
-            x = data.augment(batch.images, indices, self.dataset, **draw, **how)
+            draw: dict[str, Any] = {"seed": self.config.execution.seed, "epoch": epoch}
+            draw |= {"flips": settings.flips, "cutout": settings.cutout}
+            x = data.augment(batch.images, indices, self.dataset, **draw)
         else:
-            x = data.standardise(batch.images, self.dataset, memory_format=form)
+            x = data.standardise(batch.images, self.dataset)
+        x = x.contiguous(memory_format=torch.channels_last)
         return data.resample(x, self.image_edge(level)), batch.labels
 
     def image_edge(self, level: int | None = None) -> int:

@@ -28,7 +28,7 @@ from revode_lab.training import checkpoint
 from revode_lab.training.checkpoint import BEST, CONFIG, LAST, METRICS, PREVIOUS, RESULT, Position
 from revode_lab.training.config import Config
 from revode_lab.training.diagnosis import Diverged, diagnose, diagnose_weights
-from revode_lab.training.distributed import gradients_stay_local, process_group
+from revode_lab.training.distributed import process_group
 from revode_lab.training.job import Job
 from revode_lab.training.planning import make_plan, plan_lines
 from revode_lab.training.run import (
@@ -139,7 +139,7 @@ class Training:
     interruption: Interruption
     monitors: Sequence[Monitor]
     own_monitors: Sequence[Monitor] = ()
-    """Those that ``--monitor`` asks for; their images are of the level."""
+    """Monitors of ``--monitor``; their images are of the level."""
     last_score: Score | None = None
 
     def __post_init__(self) -> None:
@@ -191,26 +191,19 @@ class Training:
     def compute_gradient(self) -> None:
         """Compute the gradient of the batch's mean loss with smoothness decay, left in the parameters, and its norm."""
         job, settings = self.job, self.job.config.optimization
-        self.loss = torch.zeros_like(self.loss_sum)
-        parts = self.indices.chunk(settings.accumulate)
-        for number, part in enumerate(parts, 1):
-            x, labels = job.images(part, self.epoch)
-            with gradients_stay_local(job.network, number < len(parts)):
-                with job.autocast():
-                    scores = job.group.on_grid(job.network, x) if job.is_exact else job.network(x)
-                loss = F.cross_entropy(scores.float(), labels, label_smoothing=settings.label_smoothing)
-                job.scaler.scale(loss / len(parts)).backward()
-            self.loss += loss.detach().to(self.loss.dtype) * len(part)
-            self.num_correct += (scores.argmax(1) == labels).sum()
-        job.scaler.unscale_(job.optimizer)
+        x, labels = job.images(self.indices, self.epoch)
+        with job.autocast():
+            scores = job.group.on_grid(job.network, x) if job.is_exact else job.network(x)
+        loss = F.cross_entropy(scores.float(), labels, label_smoothing=settings.label_smoothing)
+        loss.backward()
+        self.loss = loss.detach().to(self.loss_sum.dtype) * len(self.indices)
+        self.num_correct += (scores.argmax(1) == labels).sum()
         if settings.smoothness:
             smoothness_gradient_(job.model, settings.smoothness)
         self.norm = nn.utils.get_total_norm([p.grad for p in job.model.parameters() if p.grad is not None])
         self.loss_sum += self.loss
         self.position.num_images += len(self.indices)
-        # Under float16 the scaler leaves out updates whose gradient is not finite.
-        scaled = job.scaler.is_enabled()
-        finite = ~self.loss.isnan() if scaled else self.loss.isfinite() & self.norm.isfinite()
+        finite = self.loss.isfinite() & self.norm.isfinite()
         self.broken_at = torch.where(finite | (self.broken_at >= 0), self.broken_at, self.position.step)
 
     def apply_gradient(self) -> None:
@@ -220,8 +213,7 @@ class Training:
             nn.utils.clip_grads_with_norm_(job.model.parameters(), clip, self.norm)
         for group in job.optimizer.param_groups:
             group["lr"] = job.learning_rate(self.position.step)
-        job.scaler.step(job.optimizer)
-        job.scaler.update()
+        job.optimizer.step()
         job.optimizer.zero_grad(set_to_none=True)
         if job.average is not None:
             job.average.update(job.model)
@@ -337,7 +329,6 @@ class Training:
             self.job.group,
             batch_size=self.job.config.record.evaluation_batch_size,
             edge=self.job.image_edge(),
-            memory_format=self.job.memory_format,
             should_stop=lambda: stoppable and bool(self.interruption.signal_number),
             note=lambda done, total: self.progress.scoring(self.position.step, done, total),
         )

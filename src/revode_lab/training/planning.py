@@ -28,14 +28,14 @@ _MOST_RUNS, _ENOUGH = 7, 2.0
 
 
 def make_plan(job: Job) -> dict[str, Any]:
-    """Measure the network of the last level on one micro-batch; the plan is part of ``result.json``.
+    """Measure the network of the last level on one batch; the plan is part of ``result.json``.
 
     Returns:
         Trainable ``params``; ``flops_per_image`` of a forward pass; ``activation_bytes``, the peak kept for backward under
         each strategy; the run's own ``strategy``; ``seconds_per_step`` of an update; ``num_steps``.
     """
     settings = job.config.optimization
-    size = settings.batch_size // settings.accumulate // job.group.world_size
+    size = settings.batch_size // job.group.world_size
 
     def step(network: nn.Module, count: int = size) -> None:
         with job.autocast():
@@ -69,7 +69,7 @@ def make_plan(job: Job) -> dict[str, Any]:
         model.train()
         if model.config.compile:
             timed()  # compiling can be long, and is no part of a step
-        seconds = fastest(timed, job.group.device) * settings.accumulate
+        seconds = fastest(timed, job.group.device)
     return {
         "params": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "flops_per_image": flops.get_total_flops(),

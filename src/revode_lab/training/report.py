@@ -27,7 +27,7 @@ _NUM_PROFILE_IMAGES = 16
 _SCAN = 200
 """Images scored at a time in the search for mistakes."""
 _EXACT = 1e-12
-"""What stands for an error of 0 on a logarithmic axis."""
+"""The place of an error of 0 on a logarithmic axis."""
 
 _CURVES = {
     "loss": (

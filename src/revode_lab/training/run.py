@@ -46,7 +46,7 @@ from revode_lab.training.job import Job, build_model, choose_images
 from revode_lab.training.terminal import passing
 
 _DERIVED = ("model.onnx", "stability.html", "stability.json", "events.out.tfevents.*")
-"""What ``export``, ``analyze`` and ``--tensorboard`` add by default: of the same network, so it goes with it."""
+"""Default files of ``export``, ``analyze`` and ``--tensorboard``, which are removed with the run."""
 
 
 def holds_run(folder: Path) -> bool:
@@ -168,7 +168,6 @@ def evaluate(
     *,
     batch_size: int,
     edge: int | None = None,
-    memory_format: torch.memory_format = torch.contiguous_format,
     should_stop: Callable[[], bool] = lambda: False,
     note: Callable[[int, int], None] = lambda done, total: None,
 ) -> Score | None:
@@ -189,7 +188,7 @@ def evaluate(
             if group.largest(int(should_stop())):
                 return None
             batch = split.take(shares[index] if index < len(shares) else torch.zeros(1, dtype=torch.int64))
-            x = data.standardise(batch.images, info, memory_format=memory_format)
+            x = data.standardise(batch.images, info).contiguous(memory_format=torch.channels_last)
             scores = group.on_grid(lambda x: model(data.resample(x, edge or info.image_size)), x).float()
             if index < len(shares):
                 loss += F.cross_entropy(scores, batch.labels, reduction="sum")
