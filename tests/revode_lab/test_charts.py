@@ -28,8 +28,3 @@ def test_values_that_hardly_change_are_not_magnified() -> None:
     markup = lines({"growth": ([100, 200, 300], [1.105, 1.135, 1.12])}, "step", "growth")
     across = [number for number in labels(markup) if number < 10]
     assert max(across) - min(across) > 0.1
-
-
-def test_both_axes_start_at_zero_on_request() -> None:
-    markup = lines({"store": ([340.0], [650.0]), "revode": ([55.0], [790.0])}, "MB", "ms", from_zero=True)
-    assert labels(markup).count(0.0) == 2
