@@ -1,4 +1,4 @@
-"""What nnU-Net's plans take: bytes of a training step, as nnU-Net's own network, stored, and reversible.
+"""Predict the bytes of a training step under nnU-Net's plans: its own network, ours stored, ours reversible.
 
     .venv/bin/python benchmarks/plans.py --out results/volumes-cpu  # about 10 minutes; needs nnunetv2, without its dependencies
 
@@ -9,8 +9,6 @@ points of anisotropic spacing, and one of 128x128x128.
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ import torch
 from revode.files import write_atomically
 from revode.networks import PlannedUNet, describe
 from revode_lab.files import human_bytes
+from revode_lab.fresh import in_fresh_process, peak
 
 PLANS: dict[str, Any] = {
     # as nnU-Net plans them: a spacing that is coarse along the first axis, and an isotropic one
@@ -42,11 +41,11 @@ OURS = "revode.networks.PlannedUNet"
 THEIRS = "dynamic_network_architectures.architectures.unet.ResidualEncoderUNet"
 NEEDS_IMPORT = ["conv_op", "norm_op", "dropout_op", "nonlin"]
 THEIR_BYTES = 4.5
-"""Bytes that their network keeps under autocast for an element that it counts (`tests/revode/networks/test_planned.py`)."""
+"""Bytes kept under autocast for each element that their network counts (`tests/revode/networks/test_planned.py`)."""
 
 
 def arguments(plan, ndim=3, blocks=None):
-    """The architecture of a plans file: names in place of classes, as JSON has them."""
+    """Return the architecture of a plans file: names in place of classes, as in JSON."""
     stages = len(plan["features"])
     return {
         "n_stages": stages,
@@ -74,7 +73,7 @@ def build(kind: str, plan: dict[str, Any], deep_supervision: bool = True, blocks
 
 
 def row(name: str, plan: dict[str, Any]) -> list[str]:
-    """The bytes of one plan, and the batches that fit."""
+    """Return the lines of one plan: bytes, and the batches that fit."""
     ours, patch = build(OURS, plan), plan["patch"]
     assert isinstance(ours, PlannedUNet)
     theirs = build(THEIRS, plan)
@@ -96,8 +95,8 @@ def row(name: str, plan: dict[str, Any]) -> list[str]:
     return rows
 
 
-def step(name: str) -> None:
-    """One training step on the whole patch, reversible, under bfloat16; prints what it took."""
+def step(name: str) -> str:
+    """Run one reversible training step on the whole patch under bfloat16, and return its cost in words."""
     torch.set_num_threads(1)
     net, patch = build(OURS, PLANS[name], deep_supervision=False), PLANS[name]["patch"]
     before, start = peak(), time.process_time()
@@ -105,40 +104,24 @@ def step(name: str) -> None:
         scores = net(torch.randn(1, 1, *patch))
     scores.float().square().mean().backward()
     grads = sum(4 * parameter.numel() for parameter in net.parameters())
-    print(
+    return (
         f"{human_bytes(peak() - before - grads)} above the network and its gradients "
         f"({human_bytes(peak())} resident at most), {time.process_time() - start:.0f} s of the processor"
     )
 
 
-def peak() -> int:
-    """The largest resident size of this process so far."""
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(status.split("VmHWM:")[1].split()[0])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/plans"), help="where plans.md is written")
-    parser.add_argument("--step", choices=PLANS, help="take one step on this plan's patch, and print its peak")
     args = parser.parse_args()
-    if args.step:
-        return step(args.step)
-    command = [sys.executable, __file__, "--step"]
     lines = [
         "| plan | network | parameters | bytes of one image | batch in 8 GB | in 24 GB |",
         "|---|---|---:|---:|---:|---:|",
     ]
     for name, plan in PLANS.items():
         lines += row(name, plan)
-    measured = {
-        name: subprocess.run([*command, name], capture_output=True, text=True, check=True)
-        .stdout.strip()
-        .splitlines()[-1]
-        for name in PLANS
-    }
     text = "\n".join(lines) + "\n\nMeasured, one reversible step on one image, bfloat16 convolutions, one thread:\n\n"
-    text += "".join(f"- {name}: {words}\n" for name, words in measured.items())
+    text += "".join(f"- {name}: {in_fresh_process(step, name)}\n" for name in PLANS)
     args.out.mkdir(parents=True, exist_ok=True)
     write_atomically(args.out / "plans.md", f"{PREFACE}\n{text}")
     print(text)

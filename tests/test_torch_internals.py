@@ -17,7 +17,7 @@ import torch.utils._device
 import torch.utils._pytree
 from torch import nn
 
-from revode.engine.settings import SETTINGS
+from revode.engine.call import SETTINGS
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "torch-internals.md").read_text()

@@ -8,6 +8,7 @@ import torch
 import revode
 from revode.networks import NetworkConfig, model_config
 from revode.networks.zoo import _RECIPES
+from revode.operators import NORMS
 
 FAMILIES = ["hamiltonian", "hamiltonian-1layer", "midpoint", "leapfrog", "revnet", "resnet"]
 
@@ -86,7 +87,7 @@ def test_a_registered_function_must_return_a_config(registry):
         ("hamiltonian-74", {"start": "euler"}, "start of Verlet must be left out"),
         ("hamiltonian-74", {"transition": "pool"}, "transition must be 'pool_pad' or 'connector' or 'squeeze'"),
         ("hamiltonian-74", {"init": "zero"}, "init must be 'independent' or 'smooth'"),
-        ("hamiltonian-74", {"norm": "layer"}, "norm must be 'none' or 'batch' or 'instance' or 'group' or 'tv'"),
+        ("hamiltonian-74", {"norm": "no-norm"}, f"norm must be {' or '.join(map(repr, NORMS))}"),
         ("hamiltonian-74", {"activation": "rellu"}, "activation must be"),
         ("hamiltonian-74", {"memory_budget": 10**9, "backprop": "store"}, "memory_budget says itself what is kept"),
         ("hamiltonian-74", {"exact": True, "damping": 0.1}, "exact"),
