@@ -18,10 +18,11 @@ def blocks_of(model: nn.Module, path: str | None = None) -> tuple[Any, str]:
     if path is not None and not isinstance(path, str):
         raise TypeError(f"path must be the path of a list of blocks, got {path!r}; give a scheme by scheme=…")
     if path is not None and path in lists:
-        return lists[path], path
+        return _without_lists(lists[path], path), path
     candidates = {name: found for name, found in lists.items() if _are_blocks(found)}
     if path is not None:
-        raise unknown(f"list of blocks in {type(model).__name__}", path, _outermost(candidates or lists))
+        choices = [name or "'' (the model itself)" for name in _outermost(candidates or lists)]
+        raise unknown(f"list of blocks in {type(model).__name__}", path, choices)
     longest = max(map(len, candidates.values()), default=0)
     found = _outermost([name for name, blocks in candidates.items() if len(blocks) == longest])
     if len(found) != 1:
@@ -35,6 +36,14 @@ def blocks_of(model: nn.Module, path: str | None = None) -> tuple[Any, str]:
 
 
 _MOST_NAMED = 10
+
+
+def _without_lists(blocks: Any, path: str) -> Any:
+    """Return a list of blocks; raise if it holds lists, which nobody calls."""
+    inside = [f"{path}.{i}".lstrip(".") for i, m in enumerate(blocks) if isinstance(m, nn.ModuleList | nn.ModuleDict)]
+    if inside:
+        raise ValueError(f"{path!r} is a list of lists, which cannot be called: give the paths of those, as {inside}")
+    return blocks
 
 
 def _outermost(names: Iterable[str]) -> list[str]:

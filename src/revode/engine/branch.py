@@ -72,7 +72,7 @@ class Context:
 
     @functools.cached_property
     def streams(self) -> Streams:
-        """The RNG states along this pass; made for the first branch that may draw."""
+        """Return the RNG states along this pass, which are read once a branch may draw."""
         return Streams()
 
     def warns_of(self, what: str) -> bool:

@@ -177,10 +177,13 @@ def _all_settings() -> dict[str, Setting]:
             lambda value: c._set_deterministic_algorithms(value[0], warn_only=value[1]),
         ),
     }
-    for kind in ("flash", "mem_efficient", "math", "cudnn"):
-        found[f"{kind}_sdp"] = getattr(c, f"_get_{kind}_sdp_enabled"), getattr(c, f"_set_sdp_use_{kind}")
+    for kind in ("flash", "mem_efficient", "math", "cudnn", "overrideable", "fa3"):
+        if hasattr(c, f"_get_{kind}_sdp_enabled"):
+            found[f"{kind}_sdp"] = getattr(c, f"_get_{kind}_sdp_enabled"), getattr(c, f"_set_sdp_use_{kind}")
     flags = "cudnn_enabled cudnn_benchmark cudnn_deterministic mkldnn_enabled mkldnn_deterministic sdp_priority_order"
-    flags += " math_sdp_allow_fp16_bf16_reduction cublas_allow_fp16_accumulation"
+    flags += " math_sdp_allow_fp16_bf16_reduction cublas_allow_fp16_accumulation nnpack_enabled miopen_immediate"
+    flags += " cpu_allow_fp16_reduced_precision_reduction cudnn_depthwise_kernel"
+    flags += " blas_preferred_backend linalg_preferred_backend rocm_fa_preferred_backend"
     for name in flags.split():
         if hasattr(c, f"_get_{name}"):
             found[name] = getattr(c, f"_get_{name}"), getattr(c, f"_set_{name}")

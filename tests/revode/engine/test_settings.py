@@ -26,6 +26,10 @@ OTHER: dict[str, Any] = {
     "float32_matmul_precision": "medium",
     "cublas_allow_fp16_reduced_precision_reduction": (False, True),
     "cublas_allow_bf16_reduced_precision_reduction": (False, True),
+    "cudnn_depthwise_kernel": "native",
+    "blas_preferred_backend": torch._C._BlasBackend.Cublaslt,
+    "linalg_preferred_backend": torch._C._LinalgBackend.Magma,
+    "rocm_fa_preferred_backend": torch._C._ROCmFABackend.AOTriton,
 }
 
 
@@ -65,7 +69,10 @@ class TestEachSetting:
         torch.manual_seed(0)
         sequence = ReversibleSequence([Reading(name) for _ in range(3)], MidPoint(h=0.3)).float()
         loss = sequence(torch.randn(2, 4, dtype=torch.float32)).sum()
-        SETTINGS[name][1](other_value(name))
+        try:
+            SETTINGS[name][1](other_value(name))
+        except RuntimeError as error:
+            pytest.skip(f"this machine has one value of {name} only: {error}")
         around = read_all()
         loss.backward()
         assert read_all() == around  # the caller's settings are left alone
