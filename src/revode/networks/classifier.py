@@ -276,12 +276,14 @@ def make_body(config: NetworkConfig, unit: int) -> nn.Module | None:
         if config.compile:
             compile_branches(fields)
         return nn.Sequential(*fields)
-    time = {"h": config.step_size(unit), "start": config.start} if row.integrates else {}
+    given = {"h": config.step_size(unit), "start": config.start} if row.integrates else {}
+    given |= {"damping": config.damping}
+    given = {name: value for name, value in given.items() if value}
     if not fields:
         return None
     return ReversibleSequence(
         fields,
-        scheme(**time, damping=config.damping),
+        scheme(**given),
         backprop=config.backprop,
         exact=config.exact,
         anchor_every=config.anchor_every,

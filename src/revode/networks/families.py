@@ -14,16 +14,18 @@ become, with three units,
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
+from revode.errors import unknown
 from revode.fields import AntisymmetricField, OneLayerField, SymmetricField
 from revode.networks import blocks
 from revode.operators import NORMS
-from revode.schemes import AdditiveCoupling, Leapfrog, MidPoint, Scheme, Verlet
+from revode.schemes import SCHEMES, AdditiveCoupling, Leapfrog, MidPoint, Scheme, Verlet
 
 Part = Callable[[Any, int], nn.Module]
 """A function (config, unit) -> a part of the network that the config describes."""
@@ -168,6 +170,8 @@ _RULE_H: dict[str, Any] = {**_STABLE, "scheme": Verlet, "defaults": {"norm": "no
 _RULE_M: dict[str, Any] = {**_STABLE, "layers_per_block": 2, "transition": "connector", "fewest_blocks": 2}
 """Rule M: a norm in every step, connectors."""
 
+_TRUE_NORMS = tuple(norm for norm in NORMS if norm != "none")
+
 for _family in (
     Family(name="hamiltonian", block=_hamiltonian, layers_per_block=4, **_RULE_H),
     # Haber & Ruthotto's block, one kernel shared by its two layers
@@ -179,9 +183,34 @@ for _family in (
         block=_revnet,
         layers_per_block=4,
         scheme=AdditiveCoupling,
-        norms=tuple(norm for norm in NORMS if norm != "none"),
+        norms=_TRUE_NORMS,
         transition="strided",
     ),
     Family(name="resnet", block=_resnet, layers_per_block=2, transition="none", channels=lambda layers: (16, 32, 64)),
 ):
     register_family(_family)
+
+
+def family_of(scheme: str) -> Family:
+    """Return the family whose blocks a U-Net of this scheme has: the first one of the scheme, or residual branches.
+
+    >>> family_of("verlet").name, family_of("additive").name, family_of("momentum").name
+    ('hamiltonian', 'revnet', 'momentum')
+
+    Args:
+        scheme: a name in `revode.schemes.SCHEMES`.
+    """
+    if scheme not in SCHEMES:
+        raise unknown("scheme", scheme, SCHEMES)
+    kind = SCHEMES[scheme]
+    branches = kind.fields_per_step
+
+    def block(channels: int, first: bool, **options: Any) -> list[nn.Module]:
+        width = channels // 2 if kind.splits else channels
+        return [blocks.PreActivation(width, leading=bool(i) or not first, **options) for i in range(branches)]
+
+    integrates = "h" in inspect.signature(kind).parameters
+    general = Family(
+        name=scheme, block=block, layers_per_block=2 * branches, scheme=kind, integrates=integrates, norms=_TRUE_NORMS
+    )
+    return next((family for family in FAMILIES.values() if family.scheme is kind), general)

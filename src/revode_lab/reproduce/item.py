@@ -256,7 +256,7 @@ def _entry(outcome: Outcome, setup: Setup) -> dict[str, Any]:
 
 def _origin(item: Item, plan: Budget, outcomes: list[Outcome], setup: Setup) -> dict[str, Any]:
     """Return the origin of the numbers: command, seeds, time, versions, hardware."""
-    trains = any(isinstance(task, TrainingRun) for task in plan.tasks)
+    trains = any(task.is_of_training for task in plan.tasks)
     # Where data lie is the reader's own, and what trains nothing needs neither processes nor precision.
     command = f"revode reproduce {item.name} --budget {setup.budget}"
     if any(hasattr(task, "seed") for task in plan.tasks):
