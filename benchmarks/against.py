@@ -1,19 +1,18 @@
-"""Time steps of this code and of another checkout in turn, each in a process of its own that waits for its turn.
+"""Time a step of hamiltonian-74 by this code and by another checkout, in turn, in two processes that wait for each other.
 
-.venv/bin/python benchmarks/against.py OTHER/src --rounds 15     # OTHER: a worktree at the commit to compare with
+.venv/bin/python benchmarks/against.py OTHER/src [ROUNDS]     # OTHER: a worktree at the commit to compare with
 
-Prints, for each case, the median over rounds of (time here / time there), in seconds of the processor.
+Prints quartiles over rounds of (time here / time there), in seconds of the processor, one thread.
 """
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,39 +25,28 @@ NETWORKS: dict[str, dict[str, Any]] = {
     "bfloat16, exact, batch norm": {"exact": 12, "norm": "batch", "h": 0.3},
     "bfloat16, exact, batch norm, compiled": {"exact": 12, "norm": "batch", "h": 0.3, "compile": True},
 }
-"""Options of hamiltonian-74, with the dtype of its branches first."""
-
-
-def step_of(case: str) -> Callable[[], None]:
-    """Return a step of hamiltonian-74 on 32 images."""
-    import revode
-
-    torch.manual_seed(0)
-    model: Any = revode.create_model("hamiltonian-74", **NETWORKS[case]).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    x = torch.randn(32, 3, 32, 32).contiguous(memory_format=torch.channels_last)
-
-    def step() -> None:
-        with torch.autocast("cpu", torch.bfloat16, enabled=case.startswith("bfloat16")):
-            loss = model(x).square().mean()
-        loss.backward()
-
-    return step
 
 
 def serve(case: str) -> None:
-    """Time a step for each line that comes in, and print the seconds of the processor."""
+    """Time a step of 32 images for each line that comes in; print the seconds."""
+    import revode
+
     torch.set_num_threads(1)
-    step = step_of(case)
-    for _ in range(3):
-        step()
-    for _ in sys.stdin:
+    torch.manual_seed(0)
+    model: Any = revode.create_model("hamiltonian-74", **NETWORKS[case])
+    model.to(memory_format=torch.channels_last)
+    x = torch.randn(32, 3, 32, 32).contiguous(memory_format=torch.channels_last)
+    for line in itertools.chain(["warm up"] * 3, sys.stdin):
         begin = time.process_time()
-        step()
-        print(time.process_time() - begin, flush=True)
+        with torch.autocast("cpu", torch.bfloat16, enabled=case.startswith("bfloat16")):
+            loss = model(x).square().mean()
+        loss.backward()
+        if line != "warm up":
+            print(time.process_time() - begin, flush=True)
 
 
 def compare(case: str, sources: list[str], rounds: int) -> list[float]:
-    """Return the ratio of every round; both processes stay alive, and one at a time runs."""
+    """Return the ratio of each round."""
     workers = [
         subprocess.Popen(
             [sys.executable, __file__, "--serve", case],
@@ -69,30 +57,22 @@ def compare(case: str, sources: list[str], rounds: int) -> list[float]:
         )
         for source in sources
     ]
-    ratios = []
-    for _ in range(rounds):
-        seconds = []
-        for worker in workers:
-            assert worker.stdin is not None
-            assert worker.stdout is not None
-            print("go", file=worker.stdin, flush=True)
-            seconds.append(float(worker.stdout.readline()))
-        ratios.append(seconds[0] / seconds[1])
+
+    def seconds(worker: Any) -> float:
+        print("go", file=worker.stdin, flush=True)
+        return float(worker.stdout.readline())
+
+    ratios = [seconds(workers[0]) / seconds(workers[1]) for _ in range(rounds)]
     for worker in workers:
         worker.communicate()
     return ratios
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("other", nargs="?", help="the src folder of the other checkout")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--serve", metavar="CASE", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.serve:
-        serve(args.serve)
+    if sys.argv[1] == "--serve":
+        serve(sys.argv[2])
     else:
+        sources = [str(Path(__file__).parents[1] / "src"), sys.argv[1]]
         for case in NETWORKS:
-            ratios = compare(case, [str(Path(__file__).parents[1] / "src"), args.other], args.rounds)
-            low, middle, high = statistics.quantiles(ratios, n=4)
+            low, middle, high = statistics.quantiles(compare(case, sources, int([*sys.argv, 15][2])), n=4)
             print(f"hamiltonian-74, {case}: {middle:.3f} ({low:.3f} to {high:.3f})")
