@@ -202,7 +202,13 @@ def train(net: torch.nn.Module, intensity: Tensor, labels: Tensor, args: argpars
         log.append({"seconds": time.process_time() - start, "loss": loss.item(), "whole": float(whole)})
         if len(log) % 20 == 1 or whole:
             print(f"step {len(log):5d}  {log[-1]['seconds']:6.0f} s  loss {log[-1]['loss']:.4f}", flush=True)
+    print(f"mean loss over the last quarter of {len(log)} steps: {last_quarter(log):.4f}", flush=True)
     return log
+
+
+def last_quarter(log: list[dict[str, float]]) -> float:
+    """Return the mean training loss over the last quarter of the steps: what rates are chosen by."""
+    return statistics.fmean(entry["loss"] for entry in log[3 * len(log) // 4 :])
 
 
 @torch.no_grad()
@@ -353,8 +359,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--smoke", action="store_true", help="a phantom and a small network, a few steps")
     args = parser.parse_args()
     if args.smoke:
-        small = {"minutes": 0.5, "steps": 40, "patch": 16, "blocks": 1, "channels": [8, 16], "whole_share": 0.0}
-        vars(args).update(small)
+        small = {"minutes": 0.5, "patch": 16, "blocks": 1, "channels": [8, 16], "whole_share": 0.0}
+        vars(args).update(small | {"steps": min(args.steps, 40)})
     return args
 
 
@@ -373,7 +379,10 @@ def main() -> None:
     net = make_peer(args) if args.peer else make_network(args)
     size = {"parameters": sum(p.numel() for p in net.parameters()), "bytes_kept": bytes_kept(net, args)}
     log = train(net, intensity, trained, args)
-
+    if args.peer:
+        torch.save(net.state_dict(), args.out / "peer.pt")
+    else:
+        revode.save(net, args.out / "unet.safetensors")
     scan = disturbed(intensity, torch.Generator().manual_seed(12345))
     found = segment(net, scan, test, args)
     table = by_intensity(scan, trained)
@@ -382,13 +391,17 @@ def main() -> None:
     for name, row in scores.items():
         print(f"{name:<34}" + "".join(f"{value:12.3f}" for value in row.values()))
     settings = {name: str(value) for name, value in vars(args).items()}
-    result = {"dice": scores, "steps": len(log), **size, "log": [*log[::20], log[-1]], "settings": settings}
+    result = {
+        "dice": scores,
+        "steps": len(log),
+        "loss": last_quarter(log),
+        **size,
+        "log": [*log[::20], log[-1]],
+        "settings": settings,
+    }
     write_json(args.out / "result.json", result)
-    if args.peer:
-        torch.save(net.state_dict(), args.out / "peer.pt")
     draw_slices(scan, labels, found, args.out / "slices.png")
     if not args.peer:
-        revode.save(net, args.out / "unet.safetensors")
         draw_memory(args, tuple(labels.shape), args.out)
     print(f"written to {args.out}: {json.dumps(sorted(path.name for path in args.out.iterdir()))}")
 

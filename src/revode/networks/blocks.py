@@ -31,7 +31,7 @@ _POOLS: dict[int, Any] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 def convolution(
     in_channels: int, out_channels: int, kernel_size: Edges = 3, stride: int = 1, ndim: int = 2
 ) -> nn.Module:
-    """A convolution without bias, drawn normal with std sqrt(2 / (kernel volume * out_channels)) as the authors did."""
+    """Return a convolution without bias, drawn normal with std sqrt(2 / (kernel volume * out_channels)) as the authors did."""
     edges = (kernel_size,) * ndim if isinstance(kernel_size, int) else tuple(kernel_size)
     padding = tuple(edge // 2 for edge in edges)
     conv = _CONVOLUTIONS[ndim](in_channels, out_channels, edges, stride, padding, bias=False)
@@ -41,24 +41,24 @@ def convolution(
 
 
 def join(x: Features) -> Tensor:
-    """The halves of a pair joined along the channels; a tensor as it is."""
+    """Join the halves of a pair along the channels; return a tensor as it is."""
     return x if isinstance(x, Tensor) else torch.cat(x, dim=1)
 
 
 def pool(x: Tensor) -> Tensor:
-    """Means over neighbours, two in each dimension; an odd edge is rounded up, as a convolution of stride 2 does."""
+    """Return means over neighbours, two in each dimension; an odd edge is rounded up, as by a convolution of stride 2."""
     odd = any(edge % 2 for edge in x.shape[2:])
     return _POOLS[x.dim() - 2](x, 2, ceil_mode=odd)
 
 
 def pad_channels(x: Tensor, channels: int) -> Tensor:
-    """Zero channels on both sides, equally many up to one."""
+    """Add zero channels on both sides, equally many up to one."""
     missing = channels - x.shape[1]
     return F.pad(x, (0, 0) * (x.dim() - 2) + (missing // 2, missing - missing // 2)) if missing else x
 
 
 def squeeze(x: Tensor, strides: Sequence[int] = ()) -> Tensor:
-    """Space to depth: neighbours, as many in each dimension as `strides` says (2 unless given), become channels."""
+    """Make neighbours into channels (space to depth), as many in each dimension as `strides` says (2 unless given)."""
     ndim = x.dim() - 2
     strides = strides or [2] * ndim
     if ndim == 2 and strides[0] == strides[1]:
@@ -71,7 +71,7 @@ def squeeze(x: Tensor, strides: Sequence[int] = ()) -> Tensor:
 
 
 def unsqueeze(x: Tensor, strides: Sequence[int] = ()) -> Tensor:
-    """Depth to space: undoes `squeeze`."""
+    """Undo `squeeze` (depth to space)."""
     ndim = x.dim() - 2
     strides = strides or [2] * ndim
     if ndim == 2 and strides[0] == strides[1]:
@@ -84,10 +84,10 @@ def unsqueeze(x: Tensor, strides: Sequence[int] = ()) -> Tensor:
 
 
 def haar(x: Tensor, grid: Grid | None = None, strides: Sequence[int] = ()) -> Tensor:
-    """The Haar transform: sums and differences of two neighbours, in each dimension of stride 2, become channels.
+    """Make sums and differences of two neighbours, in each dimension of stride 2, into channels: the Haar transform.
 
-    It is orthonormal; with a grid it is its integer lifting form, means and differences that stay on the grid, which `unhaar`
-    undoes bit for bit. It saves nothing for backward.
+    The transform is orthonormal. With a grid it is the integer lifting form, means and differences that stay on the grid,
+    which `unhaar` undoes bit for bit. It saves nothing for backward.
     """
     strides = strides or [2] * (x.dim() - 2)
     y = squeeze(x, strides).unflatten(1, (-1, *strides))
@@ -103,7 +103,7 @@ def haar(x: Tensor, grid: Grid | None = None, strides: Sequence[int] = ()) -> Te
 
 
 def unhaar(x: Tensor, grid: Grid | None = None, strides: Sequence[int] = ()) -> Tensor:
-    """Undoes `haar`."""
+    """Undo `haar`."""
     strides = strides or [2] * (x.dim() - 2)
     y = x.unflatten(1, (-1, *strides))
     for dim in (2 + axis for axis, stride in reversed(list(enumerate(strides))) if stride == 2):
@@ -153,7 +153,7 @@ class PadStem(nn.Module):
         return torch.cat([x] * times, dim=1)[:, : self.channels]
 
     def inverse(self, y: Tensor) -> Tensor:
-        """The image: the repetitions are dropped."""
+        """Return the image: drop the repetitions."""
         y = y[:, : self.in_channels]
         return unsqueeze(y, self.strides) if self.strides else y
 
@@ -221,7 +221,7 @@ class DeepHead(PointHead):
         self.coarse = nn.ModuleList(PointHead(coarse, num_classes, ndim) for coarse in channels[1:])
 
     def forward(self, x: Any) -> Any:
-        """The scores of the finest pair, if it is alone; or a list, the scores of each pair."""
+        """Return the scores of the finest pair, if it is alone; or a list, the scores of each pair."""
         if isinstance(x, tuple):
             return super().forward(x)
         return [super().forward(x[0]), *(head(pair) for head, pair in zip(self.coarse, x[1:], strict=True))]
@@ -268,7 +268,7 @@ class Squeeze(nn.Module):
         return squeeze(x) if isinstance(x, Tensor) else (squeeze(x[0]), squeeze(x[1]))
 
     def inverse(self, x: State) -> State:
-        """Depth back to space."""
+        """Undo it."""
         return unsqueeze(x[0]), unsqueeze(x[1])
 
 
