@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-slow lint format docs bench bench-docs clean
+.PHONY: demo test test-slow lint format docs evidence bench bench-docs clean
 
 $(READY): pyproject.toml constraints.txt tests/no-deps.txt
 	$(PYTHON) -m venv $(VENV)
@@ -35,6 +35,11 @@ format: $(READY)
 docs: $(READY)  ## the site, from README.md, docs/ and results/; nothing is fetched
 	$(BIN)/python -m sphinx -q -W --keep-going -c docs -d build/doctrees . build/site
 	@echo "open build/site/index.html"
+
+ITEM ?= levels-74
+
+evidence: $(READY)  ## go on with a training that takes hours, on one core; its checkpoint is kept in results/unfinished
+	OMP_NUM_THREADS=1 nice $(BIN)/revode reproduce $(ITEM) --budget cpu --autocast bfloat16 --threads 1 --runs results/unfinished $(ARGS)
 
 PEERS := $(VENV)/benchmark-peers
 

@@ -1,4 +1,4 @@
-"""Every family of the installed ``transformers``, converted: which run reversibly, which are refused and why, what they keep.
+"""Convert every family of the installed ``transformers``: which run reversibly, which are refused and why, bytes kept.
 
 Models are made from tiny random configurations, offline. Each one is compared with itself in float64: in eval mode with the
 plain model, to the bit; in training with ``backprop="store"``, which draws the same signs. Run it from the root:
@@ -56,7 +56,7 @@ RULES: tuple[tuple[str, int], ...] = (
     (r"(image_size|img_size)$", 16),
     (r"patch_size$", 4),
 )
-"""What numbers in a configuration become, by their names."""
+"""Pattern of a name in a configuration -> its largest value in a tiny model."""
 HEADS = (
     "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
     "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
@@ -77,15 +77,11 @@ def shrunk(config: Any, own: dict[str, Any]) -> dict[str, Any]:
             changes[name] = value % 64
         elif name.endswith("token_id") and isinstance(value, list):
             changes[name] = [each % 64 for each in value]
-        elif (
-            isinstance(value, list) and len(value) > DEPTH and len(value) == getattr(config, "num_hidden_layers", None)
-        ):
+        elif isinstance(value, list) and DEPTH < len(value) == getattr(config, "num_hidden_layers", None):
             changes[name] = [*value[: DEPTH - 2], *value[-2:]]
-        else:
-            for rule, small in RULES:
-                if re.match(rule, name) and isinstance(value, int) and not isinstance(value, bool) and value > small:
-                    changes[name] = small
-                    break
+        elif isinstance(value, int) and not isinstance(value, bool):
+            small = next((limit for rule, limit in RULES if re.match(rule, name) and value > limit), value)
+            changes |= {} if small == value else {name: small}
     return changes | own
 
 
@@ -158,15 +154,11 @@ def some_inputs(model: Any) -> Iterator[dict[str, Any]]:
     )
 
 
-def seed() -> None:
+def outputs(model: Any, given: dict[str, Any]) -> list[Tensor]:
+    """Return the floating-point tensors that a model makes, from the same random numbers each time."""
     torch.manual_seed(1)
     random.seed(1)
     np.random.seed(1)  # noqa: NPY002, layers are dropped, and spans masked, by the RNGs of others
-
-
-def outputs(model: Any, given: dict[str, Any]) -> list[Tensor]:
-    """Return the floating-point tensors that a model makes, from the same random numbers each time."""
-    seed()
     found = model(**given)
     leaves = pytree.tree_leaves(dict(found) if hasattr(found, "items") else found)
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
@@ -197,9 +189,7 @@ def inputs_of(model: Any) -> dict[str, Any]:
     """Return inputs that the model takes."""
     taken = inspect.signature(model.forward).parameters
     error: Any = None
-    for given in some_inputs(model):
-        if not given.keys() <= taken.keys():
-            continue
+    for given in [inputs for inputs in some_inputs(model) if inputs.keys() <= taken.keys()]:
         try:
             with torch.no_grad():
                 if outputs(model, given):
@@ -269,21 +259,17 @@ def compare(plain: Any, given: dict[str, Any]) -> dict[str, Any]:
     if not all(bool(torch.isfinite(t).all()) for t in reference.values()):
         raise Untried("its random states are too small for the grid")
     found["training"] = distance(gradients(ours.train(), given), reference)
-    if (
-        found["training"] > TOLERANCE
-    ):  # how far is the stored gradient from itself, if weights change in their last bits?
-        with torch.no_grad():
-            for p in stored.parameters():
-                p *= 1 + 1e-15
+    if found["training"] > TOLERANCE:  # compare with what a change of the weights' last bits makes
+        for p in stored.parameters():
+            p.detach().mul_(1 + 1e-15)
         found["of rounding"] = distance(gradients(stored, given), reference)
     return found
 
 
 def verdict(row: dict[str, Any]) -> str:
-    """Return in which class a family is."""
-    for kind in ("untried", "refused", "traceback"):
-        if kind in row:
-            return kind
+    """Return the class of a family, a key of `KINDS`."""
+    if kind := next((kind for kind in ("untried", "refused", "traceback") if kind in row), None):
+        return kind
     wrong = not row["equal in eval"] or not row["eval"] <= TOLERANCE
     if wrong or not row["training"] <= max(TOLERANCE, 10 * row.get("of rounding", 0.0)):
         return "wrong"
@@ -292,7 +278,7 @@ def verdict(row: dict[str, Any]) -> str:
 
 @contextlib.contextmanager
 def limit(seconds: float) -> Iterator[None]:
-    """Raise `Untried` after so much time of this process."""
+    """Raise `Untried` after this many seconds of the processor."""
 
     def stop(*_: Any) -> None:
         raise Untried(f"more than {seconds} s")
@@ -333,9 +319,10 @@ def page(rows: dict[str, dict[str, Any]]) -> str:
     """Return the page."""
     kinds = {family: verdict(row) for family, row in rows.items()}
     lists = {kind: [family for family in rows if kinds[family] == kind] for kind in KINDS}
-    converts = [[family, _paths(rows[family]), f"{100 * rows[family]['kept']:.1f} %"] for family in lists["converts"]]
+    paths = {family: ", ".join(f"`{path}`" for path in row.get("paths", ())) for family, row in rows.items()}
+    converts = [[family, paths[family], f"{100 * rows[family]['kept']:.1f} %"] for family in lists["converts"]]
     reasons = {True: "no skip connection", False: "one list is not called for text alone"}
-    warned = [[family, _paths(rows[family]), reasons[rows[family]["has no skip"]]] for family in lists["warned"]]
+    warned = [[family, paths[family], reasons[rows[family]["has no skip"]]] for family in lists["warned"]]
     others = [
         [family, kind, " ".join(rows[family].get(kind, f"off by {rows[family].get('training')}").split())]
         for kind in ("wrong", "traceback", "refused")
@@ -388,10 +375,6 @@ its path. Models of images and text were tried with text, which does not reach t
 
 {untried}
 """
-
-
-def _paths(row: dict[str, Any]) -> str:
-    return ", ".join(f"`{path}`" for path in row["paths"])
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:

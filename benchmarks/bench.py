@@ -1,4 +1,4 @@
-"""Time, memory and gradient error of a training step beside the alternatives (``make bench`` sets the other libraries up).
+"""Measure time, memory and gradient error of a training step beside the alternatives (``make bench`` installs the peers).
 
 A *workload* is a network and a batch; a *method* is a way to get its gradient. Every method runs the same branches with the
 same parameters on the same input.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ exit codes: 0 done, 1 a workload failed and has no rows, 2 bad input"""
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """What to measure, how, and where to write."""
+    """Return the parser of this script."""
     parser = argparse.ArgumentParser(description=__doc__, epilog=_EPILOG, formatter_class=argparse.RawTextHelpFormatter)
     add = parser.add_argument
     add("--quick", action="store_true", help="the main workloads only, under 3 minutes on 2 cores")
@@ -43,14 +44,14 @@ def build_parser() -> argparse.ArgumentParser:
     add("--dtype", default="float32", metavar="NAME", help=f"float32 (default), or bfloat16: {lower}")
     more = "also memory budgets on hamiltonian-74, and compiled steps\nthere and on the stages (slow)"
     add("--extra", action="store_true", help=more)
-    add("--out", metavar="DIR", help="write benchmarks.json and the figures there")
+    add("--out", metavar="DIR", help="write benchmarks.json there")
     given = "measure only what\n--workload names, and replace its rows of that dtype"
     add("--rows", metavar="FILE", help=f"take the rows of this benchmarks.json; {given}")
     return parser
 
 
 def main(words: list[str] | None = None) -> int:
-    """Measure and show; the exit code."""
+    """Run the benchmarks and return the exit code."""
     try:
         return run(build_parser().parse_args(words))
     except (ValueError, OSError) as error:
@@ -59,7 +60,7 @@ def main(words: list[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and show."""
+    """Measure, print and write; return the exit code."""
     if args.batch is not None and args.batch < 1:
         raise ValueError(f"--batch must be at least 1, got {args.batch}")
     check_folder(args.out)
@@ -67,7 +68,9 @@ def run(args: argparse.Namespace) -> int:
     rows, facts = read(Path(args.rows)) if args.rows else ([], {})
     if args.workload or not args.rows:
         keep_freed_memory()
-        settings = _settings(args)
+        threads = torch.get_num_threads() if args.threads is None else args.threads
+        limits: dict[str, Any] = {"budget": 10.0, "fewest": 2} if args.quick else {}
+        settings = Settings(threads=threads, repeats=args.repeats, layout=args.layout, **limits)
         facts = conditions(settings)
         measured, failed = _measure(_plan(args), settings)
         rows = replaced(rows, measured)
@@ -75,26 +78,19 @@ def run(args: argparse.Namespace) -> int:
     if rows:
         print(text(rows))
     if args.out:
-        for path in write(rows, facts, Path(args.out)):
-            print(path, file=sys.stderr)
+        print(write(rows, facts, Path(args.out)), file=sys.stderr)
     return int(failed)
 
 
-def _settings(args: argparse.Namespace) -> Settings:
-    threads = torch.get_num_threads() if args.threads is None else args.threads
-    limits: dict[str, Any] = {"budget": 10.0, "fewest": 2} if args.quick else {}
-    return Settings(threads=threads, repeats=args.repeats, layout=args.layout, **limits)
-
-
 def _plan(args: argparse.Namespace) -> list[tuple[Workload, list[Method]]]:
-    """Workloads, each with the methods to run on it."""
+    """Return workloads, each with the methods to run on it."""
     names = args.workload or [name for name, workload in WORKLOADS.items() if workload.quick or not args.quick]
     plan = []
     for found in find("workload", names, WORKLOADS):
         workload = found.with_dtype(args.dtype)
         own = workload.quick if args.quick and workload.quick else workload.methods
         chosen = find("method", args.method or [*own, *(workload.extra if args.extra else ())], METHODS)
-        plan.append((workload if args.batch is None else workload.with_batch(args.batch), chosen))
+        plan.append((workload if args.batch is None else replace(workload, batch=args.batch), chosen))
     absent = {method.name: None for _, chosen in plan for method in chosen if not method.available}
     if absent:
         _note(f"not installed, so without rows: {', '.join(absent)} (make bench sets them up)")
@@ -102,7 +98,7 @@ def _plan(args: argparse.Namespace) -> list[tuple[Workload, list[Method]]]:
 
 
 def _measure(plan: list[tuple[Workload, list[Method]]], settings: Settings) -> tuple[list[Row], bool]:
-    """Rows, and whether a workload failed: that costs its own rows, not those of the others."""
+    """Return rows, and True if a workload failed, which costs its own rows only."""
     rows: list[Row] = []
     failed = False
     for workload, methods in plan:

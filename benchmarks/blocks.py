@@ -1,4 +1,4 @@
-"""The time of a block over depth, for docs/benchmarks.md: all depths in the same rounds, or a drift would look like depth.
+"""Time a block over depth, for docs/benchmarks.md: all depths in the same rounds, or a drift would look like depth.
 
 .venv/bin/python benchmarks/blocks.py docs     # writes docs/blocks.json, about 4 minutes on an idle machine
 """
@@ -22,7 +22,9 @@ BUDGET = 180.0
 """Seconds for the repetitions of all depths together."""
 
 
-def several(case: Case, count: int) -> Callable[[], None]:
+def _repeated(case: Case, count: int) -> Callable[[], None]:
+    case()
+
     def run() -> None:
         for _ in range(count):
             case()
@@ -32,18 +34,19 @@ def several(case: Case, count: int) -> Callable[[], None]:
 
 
 def block_seconds(workloads: Sequence[Workload], settings: Settings) -> dict[str, dict[str, float]]:
-    """Method -> workload -> seconds of a block. A shallow network takes as many steps in a round as last like the deepest."""
-    deepest = max(workload.options["depth"] for workload in workloads)
-    actions = {}
-    for workload in workloads:
-        for method in METHODS_TIMED:
-            case = Case(workload, METHODS[method], layout=settings.layout)
-            case()
-            actions[method, workload.name] = several(case, deepest // workload.options["depth"])
+    """Return method -> workload -> seconds of a block. A shallow network takes more steps in a round, to last equally long."""
+    depths = {workload.name: workload.options["depth"] for workload in workloads}
+    counts = {name: max(depths.values()) // depth for name, depth in depths.items()}
+    actions = {
+        (method, workload.name): _repeated(
+            Case(workload, METHODS[method], layout=settings.layout), counts[workload.name]
+        )
+        for workload in workloads
+        for method in METHODS_TIMED
+    }
     found: dict[str, dict[str, float]] = {method: {} for method in METHODS_TIMED}
     for (method, name), seconds in interleave(actions, settings.repeats, BUDGET, settings.fewest).items():
-        depth = next(workload.options["depth"] for workload in workloads if workload.name == name)
-        found[method][name] = statistics.median(seconds) / (deepest // depth * depth)
+        found[method][name] = statistics.median(seconds) / (counts[name] * depths[name])
     return found
 
 

@@ -1,10 +1,10 @@
-"""One workload by one method: a training step without its optimizer, the gradient it gives, what it keeps and what it calls."""
+"""One workload by one method: a training step without its optimizer, its gradient, its bytes and its operations."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -20,9 +20,9 @@ from revode_lab.baselines import replace_sequences
 from revode_lab.step import LAYOUTS, SEED, Step
 
 GRADIENT_BATCH = 4
-"""Samples that the gradient error is measured on: the fp64 reference of 1202 layers is slow."""
+"""Samples for the gradient error: the fp64 reference of 1202 layers is slow."""
 COPIES = 2
-"""Sets of arguments that a replay takes in turn, so that the last call's are not all in the nearest cache."""
+"""Sets of arguments that a replay uses in turn, so that not all of them are in the nearest cache."""
 aten = torch.ops.aten
 HEAVY = {
     aten.convolution.default,
@@ -38,7 +38,7 @@ HEAVY = {
 
 @dataclass(frozen=True)
 class _Kind:
-    """What a replayed tensor has in common with the recorded one."""
+    """Size, strides and dtype of a recorded tensor."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -50,7 +50,7 @@ class _Kind:
 
 
 class Recorder(TorchDispatchMode):
-    """Counts the aten operations that run inside, and the heavy ones by the shapes, strides and options they are given."""
+    """Count aten operations, and the heavy ones by the shapes, strides and options of their arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Recorder(TorchDispatchMode):
 
 
 def replay(call: Any) -> Callable[[], object]:
-    """One recorded call alone, on random tensors of the recorded kind, made anew from set to set."""
+    """Return a function that makes one recorded call on random tensors of the recorded kinds."""
     func, kinds, form = call
     sets = [
         pytree.tree_unflatten([kind.tensor() if isinstance(kind, _Kind) else kind for kind in kinds], form)
@@ -85,7 +85,7 @@ def replay(call: Any) -> Callable[[], object]:
 
 
 def sequences(module: nn.Module) -> list[ReversibleSequence]:
-    """Those in a network, or the module itself if it is one."""
+    """Return the sequences in a module, itself included."""
     return [part for part in module.modules() if isinstance(part, ReversibleSequence)]
 
 
@@ -93,8 +93,8 @@ class Case(Step):
     """A workload made ready by a method.
 
     Args:
-        workload: what to run. If its dtype is bfloat16, branches run under autocast, beside states and parameters in float32.
-        method: by which way.
+        workload: the workload. Under bfloat16, branches run under autocast, states and parameters stay in float32.
+        method: the method.
         dtype: of parameters and input.
         layout: memory format of kernels and input.
     """
@@ -119,7 +119,7 @@ class Case(Step):
             self._keep_within(method.budget)
 
     def gradient(self, batch: int) -> Tensor:
-        """All gradients of a smaller batch, end to end, in fp64; dropout draws the same numbers by every method."""
+        """Return all gradients of a smaller batch, flattened, in fp64; dropout draws the same numbers by every method."""
         x = self.batch_of(batch)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(SEED)
@@ -130,7 +130,7 @@ class Case(Step):
         return torch.cat([gradient.double().flatten() for gradient in found])
 
     def record(self) -> tuple[Counter[Any], tuple[float, float]]:
-        """The heavy calls of a step, and its operations for each branch, forward and backward; not of the first step."""
+        """Return the heavy calls of a second step, and its operations for each branch, forward and backward."""
         self()
         self.clear()
         with Recorder() as forward:
@@ -153,15 +153,15 @@ class Case(Step):
 
 
 def gradient_errors(workload: Workload, cases: list[Case]) -> dict[str, float]:
-    """|g - g64| / |g64| for each method, g64 being the stored gradient in fp64."""
+    """Return |g - g64| / |g64| for each method, g64 being the stored gradient in fp64."""
     batch = min(workload.batch, GRADIENT_BATCH)
-    reference = Case(workload.with_batch(batch), METHODS["store"], torch.float64).gradient(batch)
+    reference = Case(replace(workload, batch=batch), METHODS["store"], torch.float64).gradient(batch)
     size = reference.norm()
     return {case.method.name: float((case.gradient(batch) - reference).norm() / size) for case in cases}
 
 
 def measure_step(workload: Workload, method: str, threads: int, layout: str = LAYOUTS[0]) -> dict[str, Any]:
-    """What a step costs in this process."""
+    """Return the cost of a step in this process."""
     torch.set_num_threads(threads)
     case = Case(workload, METHODS[method], layout=layout)
     # A compiled step is specialised to its shapes, so it must be warmed up on the real batch.

@@ -25,19 +25,19 @@ from revode_lab.step import LAYOUTS, clock
 REFERENCE = "store"
 MIN_REPEATS, MAX_REPEATS = 3, 15
 WIDE = 0.2
-"""Quartiles that lie further apart, as a share of the median, make a comparison of times meaningless."""
+"""Largest distance of quartiles, as a share of the median, for which times can be compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How to measure.
+    """Settings of a measurement.
 
     Args:
         threads: CPU threads of torch.
-        repeats: repetitions of each step; as many as ``budget`` allows if None.
-        fewest: repetitions that are made whatever the budget.
+        repeats: repetitions of each step; None: as many as ``budget`` allows.
+        fewest: least number of repetitions, whatever the budget.
         budget: seconds for the repetitions of one workload.
-        layout: memory format of the input, the same for all methods.
+        layout: memory format of the input.
     """
 
     threads: int
@@ -60,19 +60,12 @@ class Row:
     """One workload by one method.
 
     Args:
-        workload: its name.
-        method: its name.
-        seconds: median of a step (forward and backward).
-        ratio_to_store: over the median of ``store`` in the same run.
-        saved_bytes: bytes kept for backward, besides parameters and input.
+        seconds, seconds_low, seconds_high: median and quartiles of a step (forward and backward).
+        ratio_to_store: seconds over those of ``store`` in the same run.
+        saved_bytes: bytes kept for backward, without parameters and input.
         peak_bytes: peak resident bytes of a step in a fresh process, above those before it.
         grad_error: relative error of the gradient against ``store`` in fp64.
-        seconds_low: lower quartile.
-        seconds_high: upper quartile.
         roofline: time of the step's convolutions and matrix products called alone, over the step's time.
-        repeats: repetitions measured.
-        batch: samples in a step.
-        dtype: ``"float32"``, or ``"bfloat16"`` for branches under autocast.
         operations: aten operations for each branch, in forward and in backward; None if compiled, where they are fused.
     """
 
@@ -92,30 +85,18 @@ class Row:
     operations: tuple[float, float] | None = None
 
     @property
-    def floor(self) -> float:
-        """Seconds of the step's convolutions and matrix products, called alone."""
-        return self.roofline * self.seconds
-
-    @property
     def spread(self) -> float:
-        """Distance of the quartiles over the median."""
         return (self.seconds_high - self.seconds_low) / self.seconds
 
 
 def applicable(workload: Workload, methods: Iterable[Method]) -> list[Method]:
-    """Those that are installed and can run the workload's scheme."""
+    """Return the methods that are installed and can run the workload's scheme."""
     schemes = [sequence.scheme for sequence in sequences(workload.build()[0])]
     return [method for method in methods if method.available and all(map(method.supports, schemes))]
 
 
 def measure(workload: Workload, methods: Sequence[Method], settings: Settings) -> list[Row]:
-    """A row for each applicable method; ``store`` is measured in any case, for the ratios.
-
-    Args:
-        workload: what to run.
-        methods: by which ways.
-        settings: how to measure.
-    """
+    """Return a row for each applicable method; ``store`` is measured in any case, for the ratios."""
     wanted = applicable(workload, methods)
     if not wanted:
         return []
@@ -162,12 +143,12 @@ def measure(workload: Workload, methods: Sequence[Method], settings: Settings) -
 
 
 def _alone(counts: Counter[Any], seconds: Mapping[Any, list[float]]) -> float:
-    """Seconds that recorded calls take alone."""
+    """Return the seconds that recorded calls take alone."""
     return sum(count * statistics.median(seconds[call]) for call, count in counts.items())
 
 
 def quartiles(seconds: list[float]) -> tuple[float, float, float]:
-    """The lower quartile, the median and the upper quartile of at least one measurement."""
+    """Return the lower quartile, the median and the upper quartile."""
     if len(seconds) == 1:
         return seconds[0], seconds[0], seconds[0]
     low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
@@ -175,7 +156,7 @@ def quartiles(seconds: list[float]) -> tuple[float, float, float]:
 
 
 def seconds_alone(step: Callable[[], object], repeats: int) -> float:
-    """Seconds that the heavy calls of a step take alone: medians of so many calls each, after two others."""
+    """Return the seconds of the heavy calls of a step, alone: medians of `repeats` calls after two warm-ups."""
     with Recorder() as recorder:
         step()
     runs = {call: replay(call) for call in recorder.calls}
@@ -190,17 +171,16 @@ def interleave(
     *,
     then: Mapping[Any, Callable[[], object]] | None = None,
 ) -> dict[Any, list[float]]:
-    """Seconds of every repetition of every action. The caller has warmed them up.
+    """Return the seconds of every repetition of every action. The caller has warmed the actions up.
 
-    What runs before an action leaves it a heap and caches of its own, so each round has another order.
+    Each round has another order: what runs before an action decides its heap and caches.
 
     Args:
-        actions: what to time, by any key.
-        repeats: how often; as often as the budget allows if not given.
-        budget: seconds that all repetitions together may take.
-        fewest: repetitions that are made whatever the budget.
-        then: timed as well, but after the actions of each round: short calls of another kind, which should come between
-            no two of them.
+        actions: actions by key.
+        repeats: repetitions; None: as many as the budget allows.
+        budget: seconds for all repetitions together.
+        fewest: least number of repetitions, whatever the budget.
+        then: short actions of another kind, timed after the actions of each round.
     """
     last = dict(then or {})
     seconds: dict[Any, list[float]] = {key: [] for key in [*actions, *last]}

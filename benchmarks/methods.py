@@ -1,9 +1,9 @@
-"""The ways to get a gradient, by name: each puts a module of its own in the place of a reversible sequence of ours.
+"""Methods, by name: each puts a module of its own in the place of a reversible sequence, to compute the same gradient.
 
 The baselines are the schemes written out in ordinary PyTorch (`revode_lab.baselines`).
 
-Other libraries stand behind the same call as ours; one that is not installed is absent. They are looked for where Python
-looks, and in the folder that ``make bench`` fills beside the environment, so that the environment itself stays as it is.
+Other libraries are looked for where Python looks, and in the folder that ``make bench`` fills beside the environment, so that
+the environment itself stays as it is. One that is not installed is absent.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import importlib
 import importlib.metadata
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,15 +24,15 @@ from torch.utils.checkpoint import checkpoint
 
 from revode.engine import ReversibleSequence
 from revode.errors import unknown
-from revode.schemes import AdditiveCoupling, Momentum, Scheme, State
+from revode.schemes import Scheme, State
 from revode_lab.baselines import BASELINES, PlainSequence, Wrap
 
 FOLDER = Path(sys.prefix) / "benchmark-peers"
-"""Where ``make bench`` installs other libraries."""
+"""Folder into which ``make bench`` installs other libraries."""
 
 
 class Checkpointed(nn.Module):
-    """A branch under torch's checkpoint as it comes, random state included."""
+    """A branch under torch's checkpoint with its defaults, RNG state included."""
 
     def __init__(self, branch: nn.Module) -> None:
         super().__init__()
@@ -48,48 +48,6 @@ def _checkpoint_branches(sequence: ReversibleSequence, pair: bool) -> nn.Module:
     return plain
 
 
-class _Walk(torch.autograd.Function):
-    """The least that a reversible walk must do: it records nothing, so dropout and batch statistics come out wrong."""
-
-    @staticmethod
-    def forward(ctx: Any, fields: Sequence[nn.Module], p: Tensor, q: Tensor, *parameters: Tensor) -> State:
-        for field in fields:
-            p, q = q, p + field(q)
-        ctx.fields = fields
-        ctx.save_for_backward(p, q)
-        return p, q
-
-    @staticmethod
-    def backward(ctx: Any, gp: Tensor, gq: Tensor) -> Any:  # type: ignore[override]
-        p, q = ctx.saved_tensors
-        gradients: list[Tensor] = []
-        for field in reversed(ctx.fields):
-            p = p.detach().requires_grad_()
-            with torch.enable_grad():
-                u = field(p)
-            product, *own = torch.autograd.grad(u, [p, *field.parameters()], gq)
-            gradients[:0] = own
-            p, q = q - u.detach(), p.detach()
-            gp, gq = gq, gp + product
-        return None, gp, gq, *gradients
-
-
-class MinimalSequence(nn.Module):
-    """Additive couplings by a Function without any bookkeeping."""
-
-    def __init__(self, sequence: ReversibleSequence, pair: bool) -> None:
-        super().__init__()
-        self.fields, self.split_dim, self.pair = nn.ModuleList(sequence.fields), sequence.split_dim or 1, pair
-
-    def forward(self, x: Tensor | State) -> Tensor | State:
-        halves = x.chunk(2, dim=self.split_dim) if isinstance(x, Tensor) else x
-        state = _Walk.apply(list(self.fields), *halves, *self.fields.parameters())
-        return state if self.pair else torch.cat(state, dim=self.split_dim)
-
-
-# Other libraries.
-
-
 @contextlib.contextmanager
 def _also_in_folder() -> Iterator[None]:
     sys.path.append(str(FOLDER))
@@ -100,7 +58,7 @@ def _also_in_folder() -> Iterator[None]:
 
 
 def library(name: str) -> Any:
-    """The library's module, or None where it is not installed or cannot be imported."""
+    """Return the library's module, or None where it cannot be imported."""
     if name in sys.modules:
         return sys.modules[name]
     with _also_in_folder(), warnings.catch_warnings():
@@ -112,7 +70,7 @@ def library(name: str) -> Any:
 
 
 def version(name: str) -> str:
-    """The installed version, or "absent"."""
+    """Return the installed version, or "absent"."""
     if library(name) is None:
         return "absent"
     with _also_in_folder():
@@ -120,7 +78,7 @@ def version(name: str) -> str:
 
 
 class Scaled(nn.Module):
-    """gain * F(q): these libraries only add, so step size and sign of a scheme go into the branch."""
+    """gain * F(q): these libraries only add, so a scheme's step size and sign go into the branch."""
 
     def __init__(self, branch: nn.Module, gain: float) -> None:
         super().__init__()
@@ -131,7 +89,7 @@ class Scaled(nn.Module):
 
 
 class PeerSequence(nn.Module):
-    """A peer's module from tensor to tensor, in the place of ours: pairs are joined before it and split behind it.
+    """A peer's module in the place of ours: pairs are joined before it and split behind it.
 
     Args:
         make: makes the peer's module of its library, branches that only add, and the dimension of the halves.
@@ -139,10 +97,8 @@ class PeerSequence(nn.Module):
 
     def __init__(self, name: str, make: Callable[..., nn.Module], sequence: ReversibleSequence, pair: bool) -> None:
         super().__init__()
-        branches: list[nn.Module] = []
-        for index, field in enumerate(sequence.fields):
-            gain = sequence.scheme.coupling(index).gain
-            branches.append(field if gain == 1.0 else Scaled(field, gain))
+        gains = [sequence.scheme.coupling(index).gain for index in range(len(sequence.fields))]
+        branches = [f if gain == 1.0 else Scaled(f, gain) for f, gain in zip(sequence.fields, gains, strict=True)]
         self.split_dim, self.pair = sequence.split_dim or 1, pair
         self.module = make(library(name), branches, self.split_dim)
         self.copies_input = name == "memcnn"  # which frees the storage of its input
@@ -172,19 +128,8 @@ def _revtorch(library: Any, branches: list[nn.Module], split_dim: int) -> nn.Mod
 
 
 def _revlib(library: Any, branches: list[nn.Module], split_dim: int) -> nn.Module:
-    """Its branch acts on the second half and is added to the first, then the halves swap, as ours.
-
-    Couplings of one's own could hold the step size, but it applies them to gradients as well: wrong for a gain other than 1.
-    """
+    """Make its sequence. It applies user couplings to gradients too, so the gain is in the branch."""
     return library.ReversibleSequential(*branches, split_dim=split_dim)
-
-
-def _momentumnet(sequence: ReversibleSequence, pair: bool) -> nn.Module:
-    gamma = cast(Momentum, sequence.scheme).gamma
-    return library("momentumnet").MomentumNet(list(sequence.fields), gamma=gamma, use_backprop=False)
-
-
-# The registry.
 
 
 @dataclass(frozen=True)
@@ -192,12 +137,10 @@ class Method:
     """A way to get a gradient.
 
     Args:
-        name: what its rows say.
-        wrap: makes the module.
-        supports: whether it can run a scheme.
+        supports: predicate of the schemes it can run.
         library: the peer it needs, if any.
-        budget: per cent of what ``store`` keeps beyond ``revode`` that may be kept (a ``memory_budget``).
-        compiled: whether its branches run compiled, so that the first step is another.
+        budget: per cent of the bytes that ``store`` keeps beyond ``revode`` that may be kept (a ``memory_budget``).
+        compiled: its branches run compiled, so the first step differs.
     """
 
     name: str
@@ -209,7 +152,7 @@ class Method:
 
     @property
     def available(self) -> bool:
-        """Whether it is there to be run."""
+        """Its library, if it needs one, is installed."""
         return self.library is None or library(self.library) is not None
 
 
@@ -218,14 +161,10 @@ def _revode(**options: Any) -> Wrap:
 
 
 def _peer(name: str, make: Callable[..., nn.Module]) -> Method:
-    """A library that knows the additive coupling, up to a factor on its branches."""
+    """Return the method of a library that knows the additive coupling, up to a factor on its branches."""
     return Method(
         name, lambda *how: PeerSequence(name, make, *how), lambda scheme: scheme.splits and scheme.carry == 1.0, name
     )
-
-
-def _is_exact(scheme: Scheme) -> bool:
-    return scheme.invertible_exactly
 
 
 BUDGETS = tuple(f"revode-budget-{share}" for share in (25, 50, 75))
@@ -233,30 +172,26 @@ COMPILED = ("revode-compiled", "revode-exact-compiled", "store-compiled")
 _USUAL = [
     *(Method(name, wrap) for name, wrap in BASELINES.items()),
     Method("revode", _revode()),
-    Method("revode-exact", _revode(exact=True), _is_exact),
+    Method("revode-exact", _revode(exact=True), lambda scheme: scheme.invertible_exactly),
     _peer("memcnn", _memcnn),
     _peer("revtorch", _revtorch),
     _peer("revlib", _revlib),
-    Method("momentumnet", _momentumnet, lambda s: isinstance(s, Momentum) and not s.damping, "momentumnet"),
 ]
 _FURTHER = [
     Method("checkpoint-branches", _checkpoint_branches),
-    Method("minimal", MinimalSequence, lambda scheme: isinstance(scheme, AdditiveCoupling)),
     Method("revode-compiled", _revode(compile=True), compiled=True),
-    Method("revode-exact-compiled", _revode(exact=True, compile=True), _is_exact, compiled=True),
+    Method("revode-exact-compiled", _revode(exact=True, compile=True), lambda s: s.invertible_exactly, compiled=True),
     Method("store-compiled", _revode(backprop="store", compile=True), compiled=True),
     *(Method(name, _revode(), budget=int(name.rsplit("-", 1)[1])) for name in BUDGETS),
 ]
 METHODS: dict[str, Method] = {method.name: method for method in [*_USUAL, *_FURTHER]}
 DEFAULT = tuple(method.name for method in _USUAL)
 PEERS = tuple(method.name for method in _USUAL if method.library)
-
-
 Named = TypeVar("Named")
 
 
 def find(kind: str, names: Iterable[str], registry: Mapping[str, Named]) -> list[Named]:
-    """Those of these names, in the registry's order; a wrong name is refused with the choices."""
+    """Return the entries of these names in the registry's order; raise ValueError with the choices for a wrong name."""
     wanted = list(names)
     for name in wanted:
         if name not in registry:

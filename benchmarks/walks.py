@@ -1,4 +1,4 @@
-"""How many of our files run during a training step, and during ``revode train``.
+"""Count the files of ours that run during a training step, and during ``revode train``.
 
     .venv/bin/python benchmarks/walks.py [--files]
 
@@ -11,18 +11,21 @@ import argparse
 import contextlib
 import io
 import os
-import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from revode_lab.cli import main as main_of_revode
+from revode_lab.fresh import in_fresh_process
 
 SOURCE = str(Path(__file__).resolve().parents[1] / "src") + os.sep
 
 
 class Watch:
-    """The files of ours whose functions were called since it began."""
+    """Collect the files of ours whose functions are called."""
 
     def __init__(self) -> None:
         self.files: set[str] = set()
@@ -35,13 +38,13 @@ class Watch:
             self.files.add(name)
 
     def stop(self) -> set[str]:
-        """End it; the files, relative to the package."""
+        """Stop and return the files, relative to the package."""
         sys.setprofile(None)
         return {name.removeprefix(SOURCE) for name in self.files}
 
 
 def _importing(frame: Any) -> bool:
-    """Whether the call belongs to an import, or is that of a module itself."""
+    """Return True if the call belongs to an import, or is that of a module itself."""
     if frame.f_code.co_name == "<module>":
         return True
     while frame is not None:
@@ -52,54 +55,47 @@ def _importing(frame: Any) -> bool:
 
 
 def files_of_command(*words: str) -> set[str]:
-    """The files that a command runs, in a process of its own."""
+    """Return the files that a command runs, in a process of its own."""
     with tempfile.TemporaryDirectory() as place:
-        command = [sys.executable, str(Path(__file__).resolve()), "--command", *words]
-        environment = {**os.environ, "PYTHONPATH": SOURCE}
-        done = subprocess.run(command, env=environment, cwd=place, check=True, stdout=subprocess.PIPE, text=True)
-    return set(done.stdout.split())
+        return in_fresh_process(_watch_command, place, words)
 
 
-def watch_command(words: list[str]) -> None:
-    """Run a command here, and print the files instead of what it says."""
+def _watch_command(place: str, words: Sequence[str]) -> set[str]:
+    os.chdir(place)
     watch = Watch()
     with contextlib.redirect_stdout(io.StringIO()):
-        from revode_lab.cli import main
-
-        main(words)
-    print("\n".join(watch.stop()))
+        main_of_revode([*words])
+    return watch.stop()
 
 
 def files_of_step() -> set[str]:
-    """The files of one update, image to weights, of the default run."""
+    """Return the files of one update, image to weights, of the default run."""
     from revode_lab.training import configure, train
 
-    found: set[str] = set()
+    class SecondUpdate:
+        """A monitor that watches from the end of the first update to that of the second."""
+
+        files: set[str]
+        watch: Watch
+
+        def on_step(self, model: Any, step: int) -> dict[str, float]:
+            if step == 1:
+                self.watch = Watch()
+            elif step == 2:
+                self.files = self.watch.stop()
+            return {}
+
+    monitor = SecondUpdate()
+    config = configure(max_steps=3, monitor_every=1, report=False, log_every=100, evaluate_every=0)
     with tempfile.TemporaryDirectory() as place, contextlib.redirect_stdout(io.StringIO()):
-        config = configure(max_steps=3, monitor_every=1, report=False, log_every=100, evaluate_every=0)
-        watches: list[Watch] = []
-
-        class Between:
-            """Called after each update: the second one is watched."""
-
-            def on_step(self, model: Any, step: int) -> dict[str, float]:
-                if step == 1:
-                    watches.append(Watch())
-                elif step == 2:
-                    found.update(watches[0].stop())
-                return {}
-
-        train(config, Path(place) / "run", monitors=[Between()])
-    return found
+        train(config, Path(place) / "run", monitors=[monitor])
+    return monitor.files
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--files", action="store_true", help="also list them")
-    parser.add_argument("--command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.command:
-        return watch_command(args.command)
     walks = {
         "one training step": files_of_step(),
         "revode train": files_of_command("train", "--max-steps", "30", "--out", "run"),

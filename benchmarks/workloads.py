@@ -1,4 +1,4 @@
-"""What is run: plain data that a fresh process can be told, and the branches, schemes and networks made from it."""
+"""Workloads: plain data that a fresh process can be told, and the branches and networks made from it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import revode
 from revode.engine import ReversibleSequence
 from revode.fields import SymmetricField
-from revode.schemes import AdditiveCoupling, Momentum
+from revode.schemes import AdditiveCoupling
 from revode_lab.step import SEED
 
 H = 0.1
@@ -29,15 +29,11 @@ class Workload:
     """A network and a batch, as data.
 
     Args:
-        name: what its rows say.
-        title: the same in words.
-        make: makes a network of ours, or a sequence, and says the shape of a sample.
-        batch: samples in a step.
-        options: what `make` is given.
-        methods: those worth running on it by default.
-        quick: those that ``--quick`` runs on it; if none, it leaves the workload out.
-        extra: those that ``--extra`` adds.
-        in_bfloat16: options that bfloat16 replaces: batch norm, with which networks are trained there.
+        make: makes a network of ours, or a sequence, and gives the shape of a sample.
+        options: arguments of `make`.
+        quick: methods under ``--quick``; none leaves the workload out.
+        extra: methods that ``--extra`` adds.
+        in_bfloat16: options that replace others under bfloat16: batch norm, with which networks are trained there.
         dtype: ``"float32"``, or ``"bfloat16"`` for branches under autocast.
     """
 
@@ -53,17 +49,13 @@ class Workload:
     dtype: str = DTYPES[0]
 
     def build(self) -> Made:
-        """The network with fresh weights, always the same ones, before a method is chosen; and the shape of a sample."""
+        """Return the network with seeded fresh weights, before a method is chosen, and the shape of a sample."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(SEED)
             return self.make(**self.options)
 
-    def with_batch(self, batch: int) -> Workload:
-        """The same with another batch."""
-        return dataclasses.replace(self, batch=batch)
-
     def with_dtype(self, dtype: str) -> Workload:
-        """The same in another precision. Without peers in bfloat16: on a CPU none restores autocast in backward."""
+        """Return this workload in another precision; in bfloat16 without peers, none of which restores autocast on a CPU."""
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be {' or '.join(DTYPES)}, got {dtype!r}")
         if dtype == self.dtype:
@@ -72,30 +64,15 @@ class Workload:
         return dataclasses.replace(self, dtype=dtype, options=self.options | self.in_bfloat16, **ways)
 
 
-def _symmetric(channels: int, h: float, **options: Any) -> SymmetricField:
-    """The paper's branch with h in its weights: √h K'σ(√h K y + b), so that nobody needs to multiply by h."""
-    branch = SymmetricField(channels, **options)
-    with torch.no_grad():
-        branch.operator.weight.mul_(math.sqrt(h))
-    return branch
-
-
 def stage(channels: int, size: int, depth: int, norm: str = "none") -> Made:
-    """Blocks of a Hamiltonian unit as additive couplings, which every peer can run without a further operation.
+    """Make a Hamiltonian unit of additive couplings with h in the weights, √h K'σ(√h K y + b), as every peer can run it.
 
-    Couplings that only add grow the state with the time h * depth, so that is bounded by 1.
+    Couplings that only add grow the state with the time h * depth, so h * depth is at most 1.
     """
-    h = min(H, 1 / depth)
-    fields: list[nn.Module] = [
-        _symmetric(channels // 2, h, leading=norm == "none", norm=norm) for _ in range(2 * depth)
-    ]
-    return ReversibleSequence(fields, AdditiveCoupling()), (channels, size, size)
-
-
-def momentum(channels: int, size: int, depth: int, norm: str = "none") -> Made:
-    """Momentum residual steps, the scheme of momentumnet."""
-    fields: list[nn.Module] = [_symmetric(channels, 1.0, norm=norm) for _ in range(depth)]
-    return ReversibleSequence(fields, Momentum(gamma=0.9)), (channels, size, size)
+    branches = [SymmetricField(channels // 2, leading=norm == "none", norm=norm) for _ in range(2 * depth)]
+    for branch in branches:
+        branch.operator.weight.detach().mul_(math.sqrt(min(H, 1 / depth)))
+    return ReversibleSequence(branches, AdditiveCoupling()), (channels, size, size)
 
 
 class Attention(nn.Module):
@@ -120,15 +97,13 @@ def _perceptron(width: int) -> nn.Module:
 
 
 def attention(width: int, tokens: int, pairs: int, heads: int) -> Made:
-    """Attention and perceptron in turn; each half of the state has the full width, as in a Reformer."""
-    fields: list[nn.Module] = []
-    for _ in range(pairs):
-        fields += [Attention(width, heads), _perceptron(width)]
+    """Make pairs of attention and perceptron; each half of the state has the full width, as in a Reformer."""
+    fields = [make() for _ in range(pairs) for make in (lambda: Attention(width, heads), lambda: _perceptron(width))]
     return ReversibleSequence(fields, AdditiveCoupling(), split_dim=2), (tokens, 2 * width)
 
 
 def network(name: str, **options: Any) -> Made:
-    """A named network; its sequences are what the methods replace."""
+    """Make a named network; methods replace its sequences."""
     model = revode.create_model(name, **options)
     return model, model.config.image_shape()
 
@@ -146,11 +121,11 @@ TINY: dict[str, tuple[str, Callable[[], nn.Module], tuple[int, ...]]] = {
         (32,),
     ),
 }
-"""Branches so small that a step is bookkeeping: what they are, and the shape of a sample."""
+"""Branches so small that a step is bookkeeping: description, factory, shape of a sample."""
 
 
 def tiny(branch: str, depth: int) -> Made:
-    """Couplings of tiny branches, with weights that keep the state small."""
+    """Make couplings of tiny branches, with weights that keep the state small."""
     _, make, shape = TINY[branch]
     fields = [make() for _ in range(depth)]
     for parameter in nn.ModuleList(fields).parameters():
@@ -159,14 +134,10 @@ def tiny(branch: str, depth: int) -> Made:
 
 
 _WITHOUT_PEERS = tuple(name for name in DEFAULT if name not in PEERS)
-
-
 DEPTHS = {"depth-10": 10, "depth-100": 100, "depth-1000": 1000}
-"""The workloads that differ in nothing but their blocks."""
 STAGES = {"stage-32x32": (32, 32), "stage-16x16": (64, 16), "stage-8x8": (112, 8)}
-"""The units of hamiltonian-74: channels and edge."""
+"""The units of hamiltonian-74: channels and image size."""
 BOOKKEEPING = tuple(f"tiny-{branch}" for branch in TINY)
-"""The workloads of tiny branches."""
 NUM_TINY = 64
 _BATCH_NORM = {"norm": "batch"}
 
@@ -192,8 +163,6 @@ _ALL = [
     _network(
         "hamiltonian-74", 100, quick=_WITHOUT_PEERS, extra=(*BUDGETS, *COMPILED), in_bfloat16={**_BATCH_NORM, "h": 0.3}
     ),
-    _network("leapfrog-26", 100, in_bfloat16=_BATCH_NORM),
-    _network("midpoint-26", 100, in_bfloat16=_BATCH_NORM),
     _network("hamiltonian-1202", 32, methods=_WITHOUT_PEERS),
     Workload(
         name="attention-12",
@@ -201,15 +170,6 @@ _ALL = [
         make=attention,
         batch=8,
         options={"width": 256, "tokens": 128, "pairs": 12, "heads": 8},
-    ),
-    Workload(
-        name="momentum-8",
-        title="8 momentum steps, 32 channels at 32x32",
-        make=momentum,
-        batch=64,
-        options={"channels": 32, "size": 32, "depth": 8},
-        quick=DEFAULT,
-        in_bfloat16=_BATCH_NORM,
     ),
     *(
         Workload(
@@ -230,7 +190,7 @@ _ALL = [
             make=tiny,
             batch=2,
             options={"branch": branch, "depth": NUM_TINY},
-            methods=("store", "checkpoint-branches", "minimal", "revode", "revode-exact"),
+            methods=("store", "checkpoint-branches", "revode", "revode-exact"),
         )
         for name, branch in zip(BOOKKEEPING, TINY, strict=True)
     ),

@@ -53,14 +53,14 @@ from revode_lab.data import data_root
 from revode_lab.files import commit, human_bytes, machine, processor, read_json, versions, write_json
 
 SCHEMES: dict[str, dict[str, Any]] = {
-    "none": {},
+    "plain": {"scheme": "midpoint", "blend": 0.0},
     "midpoint": {"blend": 0.5},
     "leapfrog": {"h": 0.5},
-    "hamiltonian": {"width": 2},
-    "coupling": {},
+    "verlet": {"width": 2},
+    "additive": {},
     "bdia": {},
 }
-"""Options of each; a width is a multiple of the others'."""
+"""Options of each; a width is a multiple of the others'. The plain residual network is a midpoint with a blend of 0."""
 PLAIN, DEFAULT = "plain", "BDIA 1of16"
 CONVERSIONS: dict[str, Callable[[], Scheme] | None] = {
     PLAIN: None,
@@ -156,11 +156,11 @@ def windows(text: Tensor, context: int, number: int) -> Tensor:
 def make_network(scheme: str, args: argparse.Namespace, seed: int = 0, **changes: Any) -> GPT:
     """A GPT of this scheme; reversible ones in bfloat16 are on the exact grid, where that adds no error to gradients."""
     torch.manual_seed(seed)
-    own = dict(SCHEMES[scheme])
+    own = {"scheme": scheme, **SCHEMES[scheme]}
     width = args.width * own.pop("width", 1)
-    exact = {"exact": True} if args.bfloat16 and scheme != "none" else {}
+    exact = {"exact": True} if args.bfloat16 and scheme != "plain" else {}
     options = {"depth": args.depth, "width": width, "context": args.context, **own, **exact} | changes
-    model = revode.create_model("gpt-mini", scheme=scheme, **options)
+    model = revode.create_model("gpt-mini", **options)
     assert isinstance(model, GPT)
     return model
 
@@ -307,9 +307,9 @@ def trained(
     def compute() -> dict[str, Any]:
         model = make_network(scheme, args, seed)
         batch = windows(data[1], args.context, args.batch)
-        start = gradient_errors(model, batch) if scheme != "none" else {}
+        start = gradient_errors(model, batch) if scheme != "plain" else {}
         result = train(model, data, rate, args.tokens, args, seed)
-        end = gradient_errors(model, batch) if scheme != "none" else {}
+        end = gradient_errors(model, batch) if scheme != "plain" else {}
         torch.save(model.state_dict(), runs.folder / f"{name}.pt")
         stored = make_network(scheme, args, backprop="store")
         kept = {"own": bytes_kept(model, batch, args.bfloat16), "store": bytes_kept(stored, batch, args.bfloat16)}
@@ -335,7 +335,7 @@ class Residual(nn.Module):
 @torch.no_grad()
 def sign_noise(weights: Path, tokens: Tensor, args: argparse.Namespace) -> dict[str, Any]:
     """What a sign of BDIA adds to a block's step, over that step: |u - u of the block before| / 2 |u|, a median over blocks."""
-    start, model = time.monotonic(), make_network("none", args)
+    start, model = time.monotonic(), make_network("plain", args)
     model.load_state_dict(torch.load(weights))
     states = [q for _, q in model.body.states(model.embedding(tokens))]
     steps = [after - before for before, after in itertools.pairwise(states)]
@@ -347,7 +347,7 @@ def fine_tuned(
     way: str, weights: Path, rate: float, data: tuple[Tensor, Tensor], args: argparse.Namespace, seed: int
 ) -> dict[str, Any]:
     """The trained plain network as torch's own Sequential of blocks, converted or not, fine-tuned on `data`."""
-    model = make_network("none", args)
+    model = make_network("plain", args)
     model.load_state_dict(torch.load(weights))
     model.body = nn.Sequential(*map(Residual, model.body.fields))  # type: ignore
     batch = windows(data[1], args.context, args.windows)
@@ -370,7 +370,7 @@ def compare_conversion(
     rate: float, data: tuple[Tensor, Tensor], ways: list[str], seeds: int, runs: Runs, args: argparse.Namespace
 ) -> None:
     """Fine-tune the plain network that was trained at `rate`, converted and not, at a fifth of that rate."""
-    weights = runs.folder / f"{args.prefix}train-none-{rate:g}-{args.tokens}-0.pt"
+    weights = runs.folder / f"{args.prefix}train-plain-{rate:g}-{args.tokens}-0.pt"
     tokens = windows(data[1], args.context, args.batch)[:, :-1]
     runs.get(f"{args.prefix}noise", lambda: sign_noise(weights, tokens, args))
     for seed, way in itertools.product(range(seeds), ways):
@@ -381,8 +381,8 @@ def compare_conversion(
 # ── what fits into 2 GB ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
-    "store": ("none", {}),
-    "checkpoint": ("none", {"backprop": "checkpoint"}),
+    "store": ("plain", {}),
+    "checkpoint": ("plain", {"backprop": "checkpoint"}),
     "bdia": ("bdia", {}),
     "bdia, exact": ("bdia", {"exact": True}),
     "midpoint, blend 1": ("midpoint", {"blend": 1.0}),
@@ -392,9 +392,9 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 def needed(way: str, depth: int, context: int, batch: int, args: argparse.Namespace) -> int:
     """Bytes of activations at the peak of a step in float32: what forward keeps, and the graph of the block in work."""
     scheme, options = WAYS[way]
-    width = {"width": 4 * args.width, "heads": 8}
+    options = {"scheme": scheme, **SCHEMES[scheme], **options, "width": 4 * args.width, "heads": 8}
     torch.manual_seed(0)
-    model = revode.create_model("gpt-mini", scheme=scheme, depth=depth, context=context, **width, **options)
+    model = revode.create_model("gpt-mini", depth=depth, context=context, **options)
     assert isinstance(model, GPT)
     tokens = torch.zeros(batch, context + 1, dtype=torch.long)
     kept = bytes_kept(model, tokens, False)
@@ -433,7 +433,7 @@ def speeds(args: argparse.Namespace, compiled: bool = False) -> dict[str, Any]:
     Compiled, all blocks share one piece of code, and reversing stays as it is.
     """
     tokens = torch.randint(256, (args.batch, args.context + 1), generator=torch.Generator().manual_seed(0))
-    cases = {("none", "store"): make_network("none", args, compile=compiled)}
+    cases = {("plain", "store"): make_network("plain", args, compile=compiled)}
     for scheme in list(SCHEMES)[1:]:
         for backprop in ("store", "reversible"):
             cases[scheme, backprop] = make_network(scheme, args, backprop=backprop, compile=compiled)
@@ -627,7 +627,7 @@ def memory_part(found: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
 
 
 REMARK = (
-    "`none` is the plain network, stored. Kept: activations of a batch that wait for backward, with those of the loss and the "
+    "`plain` is the plain network, stored. Kept: activations of a batch that wait for backward, with those of the loss and the "
     "embedding; what is kept of the blocks grows little with their number, or not at all. The Hamiltonian network has "
     "states of twice the width and with them a larger embedding, so its start is not that of the others."
 )
@@ -721,7 +721,7 @@ def main() -> None:
         rates = {scheme: tuned_rate(scheme, first, runs, args) for scheme in SCHEMES}
         for scheme, rate in rates.items():
             trained(scheme, 0, rate, first, runs, args)
-        compare_conversion(rates["none"], other, list(CONVERSIONS), args.tune_seeds, runs, args)
+        compare_conversion(rates["plain"], other, list(CONVERSIONS), args.tune_seeds, runs, args)
         runs.get("fits", lambda: fits(args))
         if args.speed:
             for name in ("speed", "speed-compiled"):
@@ -730,8 +730,8 @@ def main() -> None:
         if not args.smoke:
             runs.get("speed-compiled", lambda: speeds(args, compiled=True))
         deep = argparse.Namespace(**vars(args) | {"prefix": DEEP, "depth": 4 * args.depth, "width": args.width // 2})
-        rate = tuned_rate("none", first, runs, deep)
-        trained("none", 0, rate, first, runs, deep)
+        rate = tuned_rate("plain", first, runs, deep)
+        trained("plain", 0, rate, first, runs, deep)
         compare_conversion(rate, other, [PLAIN, DEFAULT], 1, runs, deep)
         for seed in range(1, args.seeds):
             for scheme, rate in rates.items():

@@ -38,6 +38,7 @@ def photograph() -> Tensor:
 
 
 def build(num_blocks: int, backprop: str = "reversible", exact: bool = False) -> ReversibleSequence:
+    """A Hamiltonian network whose weights are always the same."""
     torch.manual_seed(0)
     fields = [SymmetricField(24, activation="tanh") for _ in range(2 * num_blocks)]
     return ReversibleSequence(fields, Verlet(h=0.05), backprop=backprop, exact=exact)
@@ -48,7 +49,9 @@ class SqrtCheckpoint(nn.Module):
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__()
-        self.parts = nn.ModuleList(build(num_blocks, "store").split(round(math.sqrt(num_blocks))))
+        num_parts = round(math.sqrt(num_blocks))
+        sizes = [num_blocks // num_parts + (i < num_blocks % num_parts) for i in range(num_parts)]
+        self.parts = nn.ModuleList(build(size, "store") for size in sizes)
 
     def forward(self, x: Tensor) -> Tensor:
         y, state = x, x
@@ -74,31 +77,34 @@ def gradients(net: nn.Module, x: Tensor) -> list[Tensor]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--figure", help="write the figure to this file")
-    figure = parser.parse_args().figure
+    parser.add_argument("--depths", type=int, nargs="+", default=DEPTHS, help="numbers of blocks; default: %(default)s")
+    args = parser.parse_args()
+    depths, figure = args.depths, args.figure
     torch.set_num_threads(1)  # small tensors: a second thread only waits
     image = photograph()
     features = F.pixel_unshuffle(image, 4)
 
     print(f"{'blocks':<8}" + "".join(f"{name:>23}" for name in STRATEGIES) + "   (peak of a step, MB)")
     memory: dict[int, list[float]] = {}
-    for depth in DEPTHS:
+    for depth in depths:
         nets = [SqrtCheckpoint(depth) if how == "sqrt" else build(depth, how) for how in STRATEGIES.values()]
         memory[depth] = [peak_bytes(net, features) / 1e6 for net in nets]
         print(f"{depth:<8}" + "".join(f"{value:23.2f}" for value in memory[depth]))
 
-    for depth in (10, 100, 1000):
+    for depth in depths[::2]:
         stored, walked = (gradients(build(depth, how, exact=True), features) for how in ("store", "reversible"))
         same = sum(torch.equal(a, b) for a, b in zip(stored, walked, strict=True))
         print(f"exact=True, {depth} blocks: {same} of {len(stored)} gradients equal the stored ones bit for bit")
 
+    deepest = max(depths)
     with torch.no_grad():
-        exact, floating = build(1000, exact=True), build(1000)
+        exact, floating = build(deepest, exact=True), build(deepest)
         last, state = exact(features, return_state=True)
         found = exact.inverse(state)
         error = (floating.inverse(floating(features, return_state=True)[1]) - features).norm() / features.norm()
     equal = int((found == features).sum())
     print(
-        f"walking back through 1,000 blocks finds {equal:,} of {features.numel():,} pixels bit for bit with exact=True;"
+        f"{deepest:,} blocks, exact=True: {equal:,} of {features.numel():,} pixels of the image are found bit for bit;"
     )
     print(f"in floating point the image comes back to a relative error of {error:.0e}")
     if figure:
@@ -110,29 +116,30 @@ def draw(memory: dict[int, list[float]], images: list[Tensor], path: str) -> Non
 
     from revode_lab.charts import COLOURS, INK, chart_style, standalone, svg
 
+    deepest = max(memory)
     with chart_style():
-        figure = Figure(figsize=(10.4, 3.3))
-        grid = figure.add_gridspec(1, 4, width_ratios=(2.2, 1, 1, 1))
-        axes = figure.add_subplot(grid[0])
+        figure = Figure(figsize=(5.2, 4.9))  # as wide as a phone's screen, so that its text is read there
+        grid = figure.add_gridspec(2, 3, height_ratios=(1.5, 1))
+        axes = figure.add_subplot(grid[0, :])
         for i, (name, colour) in enumerate(
             zip(STRATEGIES, (COLOURS[4], COLOURS[1], COLOURS[2], COLOURS[0]), strict=True)
         ):
             axes.loglog(list(memory), [row[i] for row in memory.values()], color=colour, marker="o", markersize=4)
-            text = f"{name}, {memory[DEPTHS[-1]][i]:.3g} MB"
-            axes.annotate(text, (DEPTHS[-1], memory[DEPTHS[-1]][i]), (8, -4), textcoords="offset points", color=colour)
-        axes.set(xlabel="blocks", title="memory of a training step, MB", xlim=(8, 40_000))
-        axes.set_xticks(DEPTHS, [str(depth) for depth in DEPTHS])
+            text = f"{name}, {memory[deepest][i]:.3g} MB"
+            axes.annotate(text, (deepest, memory[deepest][i]), (8, -4), textcoords="offset points", color=colour)
+        axes.set(xlabel="blocks", title="memory of a training step, MB", xlim=(8, 60 * deepest), ylim=(0.7, None))
+        axes.set_xticks(list(memory), [str(depth) for depth in memory])
         axes.set_yticks((1, 10, 100), ("1", "10", "100"))
         axes.minorticks_off()
-        titles = ("an image", "after 1,000 blocks", "walked back:\nthe image, bit for bit")
+        titles = ("an image", f"after {deepest:,} blocks", "walked back,\nbit for bit")
         for place, (image, title) in enumerate(zip(images, titles, strict=True), 1):
             pixels = image[0].permute(1, 2, 0)
             if place == 2:  # features have no range of their own
                 pixels = 0.5 + (pixels - pixels.mean()) / (5 * pixels.std())
-            shown = figure.add_subplot(grid[place])
+            shown = figure.add_subplot(grid[1, place - 1])
             shown.imshow(pixels.clamp(0, 1).numpy(), interpolation="nearest")
             shown.set_axis_off()
-            shown.set_title(title, fontsize=11, color=INK)
+            shown.set_title(title, fontsize=10.5, color=INK)
         with open(path, "w", encoding="utf-8") as stream:
             stream.write(standalone(svg(figure)))
 

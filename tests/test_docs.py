@@ -59,6 +59,31 @@ def test_the_examples_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pyte
         families.FAMILIES.update(known)
 
 
+@pytest.mark.parametrize("number", range(len(python_blocks("README.md"))))
+def test_a_block_of_the_readme_runs_alone(number: int) -> None:
+    torch.manual_seed(0)
+    exec(compile(python_blocks("README.md")[number], f"README.md, block {number}", "exec"), {"__name__": "__main__"})
+
+
+def test_the_readme_begins_with_code_that_runs() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    install = next(number for number, line in enumerate(lines) if line.startswith("pip install"))
+    ends = [number for number, line in enumerate(lines) if line == "```" and number > install + 1]
+    assert ends[0] - install <= 15
+
+
+OTHERS = "architectures benchmarks unet monai nnunet"
+"""Pages that are generated."""
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if Path(page).stem.split("-")[0] not in OTHERS.split()])
+def test_a_page_is_short_and_wrapped(page: str) -> None:
+    text = re.sub(r"^<!-- \w+: .*?<!-- end -->$", "", without_code(page), flags=re.MULTILINE | re.DOTALL)
+    assert len((ROOT / page).read_text().splitlines()) <= 250
+    prose = [line for line in text.splitlines() if not line.startswith(("|", "![", "    "))]
+    assert [line for line in prose if len(line) > 120] == []
+
+
 def run_scripts(page: str, launcher: str, folder: Path) -> None:
     """Each block is a script of its own, started as the page says."""
     for number, block in enumerate(python_blocks(page)):

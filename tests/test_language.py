@@ -63,7 +63,7 @@ def test_a_rate_at_the_edge_is_searched_beyond(tmp_path, monkeypatch):
     )
     monkeypatch.setattr(language, "make_network", lambda scheme, args: None)
     args = type("Args", (), {"rates": [0.002, 0.004], "most_rates": 6, "tune_tokens": 4, "prefix": ""})
-    assert language.tuned_rate("none", None, language.Runs(tmp_path, 1.0), args) == 0.016
+    assert language.tuned_rate("plain", None, language.Runs(tmp_path, 1.0), args) == 0.016
     assert len(list(tmp_path.glob("*.json"))) == 5
 
 

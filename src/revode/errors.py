@@ -1,4 +1,4 @@
-"""Errors for people: a name that does not exist, with the nearest ones."""
+"""Errors for names that do not exist, with the nearest ones."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterable
 
 
 def unknown(kind: str, name: str, choices: Iterable[str], way_out: str = "") -> ValueError:
-    """The error for a name that does not exist: one sentence with the nearest names and the way out.
+    """Return the error for a name that does not exist: one sentence with the nearest names and the way out.
+
+    >>> unknown("color", "gren", ["green", "blue"])
+    ValueError("unknown color 'gren'; nearest: green; choose one of green, blue")
 
     Args:
-        kind: What was named, as ``"data set"``.
-        name: The name.
-        choices: The names that exist.
-        way_out: Where all names are found; unless given, they are listed.
+        way_out: where all names are found; unless given, they are listed.
     """
     choices = list(choices)
     near = nearest(name, choices)
@@ -23,5 +23,9 @@ def unknown(kind: str, name: str, choices: Iterable[str], way_out: str = "") -> 
 
 
 def nearest(name: str, choices: Iterable[str]) -> list[str]:
-    """Up to three of the choices that look like `name`, the most similar first."""
+    """Return up to three of the choices that look like `name`, the most similar first.
+
+    >>> nearest("gren", ["green", "blue"])
+    ['green']
+    """
     return difflib.get_close_matches(name, list(choices), n=3, cutoff=0.5)

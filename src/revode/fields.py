@@ -6,9 +6,8 @@
 | ``AntisymmetricField`` | σ(N((K - K') y)) | the MidPoint network |
 | ``OneLayerField`` | σ(K y + b), or σ(K' y + b) | Haber & Ruthotto's one-layer Hamiltonian (eq. 8) |
 
-N is a bias (``norm="none"``, the paper's), or a norm: ``"batch"``, ``"instance"``, ``"group"`` (4 groups) or the
-batch-independent ``"tv"``. Signs and step sizes belong to the scheme. Any other ``nn.Module`` that keeps its input's shape
-serves as a branch just as well.
+N is a bias (``norm="none"``, the paper's), or a norm of `NORMS`. Signs and step sizes belong to the scheme. Any other
+``nn.Module`` that keeps its input's shape serves as a branch just as well.
 """
 
 from __future__ import annotations
@@ -37,24 +36,36 @@ from revode.vjp import IN_PLACE, SLOPES, KnownField, Normalize, Record, convolut
 
 
 def convolved(operator: Conv, kernel: Tensor, norm: nn.Module, y: Tensor) -> Tensor:
-    """`affine` of a convolution with its kernel in hand, in the precision of y."""
+    """Return N(K y) of a convolution with its kernel in hand, in the precision of y.
+
+    >>> conv, y = Conv(2), torch.randn(1, 2, 8, 8)
+    >>> torch.equal(convolved(conv, conv.kernel(), Bias(2), y), affine(conv, Bias(2), y))
+    True
+    """
     if isinstance(norm, Bias):
         return operator.convolve(y, kernel, norm.bias.to(y.dtype))
     return norm(operator.convolve(y, kernel))
 
 
 def affine(operator: LinearOperator, norm: nn.Module, y: Tensor) -> Tensor:
-    """N(K y); a bias rides along with the operator in one call."""
+    """Return N(K y), with a bias in the same call.
+
+    >>> affine(Dense(2), Bias(2, channel_dim=-1), torch.zeros(1, 2)).tolist()
+    [[0.0, 0.0]]
+    """
     if isinstance(norm, Bias):
         return operator(y, norm.bias)
     return norm(operator(y))
 
 
 class SymmetricField(KnownField):
-    """K' σ(N(K y)), and K' σ(N(K M(y))) with ``leading=True``.
+    """The branch K' σ(N(K y)), or K' σ(N(K M(y))) with ``leading=True``.
 
-    Its Jacobian K' diag(σ') K is symmetric and, for increasing σ, positive semi-definite: minus this field is the force
-    of a convex potential. With ``norm="none"`` N and M are biases, which is the authors' field K'σ(K(y + a) + b).
+    Its Jacobian K' diag(σ') K is symmetric and, for increasing σ, positive semi-definite: minus this field is the force of a
+    convex potential. With ``norm="none"`` N and M are biases, which is the authors' field K'σ(K(y + a) + b).
+
+    >>> SymmetricField(4, hidden_channels=8)(torch.randn(1, 4, 8, 8)).shape
+    torch.Size([1, 4, 8, 8])
 
     Args:
         channels: channels of y.
@@ -62,7 +73,7 @@ class SymmetricField(KnownField):
         activation: σ, by name or as a callable.
         norm: a name of `NORMS`: the map N between K and σ.
         leading: whether a map M of the same kind stands before K.
-        kernel_size: odd edge length of the kernel, or one for each dimension.
+        kernel_size: odd kernel size, or one for each dimension.
         ndim: spatial dimensions, 1 to 3; 0 for vectors in the last dimension.
     """
 
@@ -128,14 +139,12 @@ class SymmetricField(KnownField):
 
 
 class AntisymmetricField(KnownField):
-    """σ(N((K - K') y)); with a bias for N its Jacobian diag(σ')(K - K') has imaginary eigenvalues only.
+    """The branch σ(N((K - K') y)). With a bias for N its Jacobian diag(σ')(K - K') has imaginary eigenvalues only.
 
-    Args:
-        channels: channels of y.
-        activation: σ, by name or as a callable.
-        norm: a name of `NORMS`: the map N between K - K' and σ.
-        kernel_size: odd edge length of the kernel, or one for each dimension.
-        ndim: spatial dimensions, 1 to 3; 0 for vectors in the last dimension.
+    >>> AntisymmetricField(4, norm="batch")(torch.randn(2, 4, 8, 8)).shape
+    torch.Size([2, 4, 8, 8])
+
+    The arguments are as for `SymmetricField`; N stands between K - K' and σ.
     """
 
     def __init__(
@@ -183,16 +192,12 @@ class AntisymmetricField(KnownField):
 
 
 class OneLayerField(nn.Module):
-    """σ(K y + b), or σ(K' y + b) with ``transposed=True``: one half of Haber & Ruthotto's Hamiltonian block.
+    """The branch σ(K y + b), or σ(K' y + b) with ``transposed=True``: one half of Haber & Ruthotto's Hamiltonian block.
 
-    ``OneLayerField.pair`` gives the two halves of a block, which share K and b.
+    >>> ReversibleSequence(OneLayerField.pair(4), Verlet(h=0.1))(torch.randn(1, 8, 8, 8)).shape
+    torch.Size([1, 8, 8, 8])
 
-    Args:
-        channels: channels of y.
-        activation: σ, by name or as a callable.
-        kernel_size: odd edge length of the kernel, or one for each dimension.
-        ndim: spatial dimensions, 1 to 3; 0 for vectors in the last dimension.
-        transposed: whether K' stands in place of K.
+    The other arguments are as for `SymmetricField`.
     """
 
     def __init__(
@@ -214,7 +219,7 @@ class OneLayerField(nn.Module):
     def pair(
         cls, channels: int, *, activation: Activation = "relu", kernel_size: Edges = 3, ndim: int = 2
     ) -> tuple[OneLayerField, OneLayerField]:
-        """The fields σ(K z + b) and σ(K' y + b) of one block, with the same K and b."""
+        """Return the fields σ(K z + b) and σ(K' y + b) of one block, with the same K and b."""
         first = cls(channels, activation=activation, kernel_size=kernel_size, ndim=ndim)
         second = cls(channels, activation=activation, kernel_size=kernel_size, ndim=ndim, transposed=True)
         second.operator, second.norm = first.operator, first.norm

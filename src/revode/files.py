@@ -8,15 +8,19 @@ from pathlib import Path
 
 
 def write_atomically(path: Path, data: str | bytes | memoryview, keep_as: Path | None = None) -> None:
-    """Put `data` at `path`: afterwards it is all there, even after a power cut, or `path` has not changed.
+    """Write `data` to `path`. Afterwards all of it is there, even after a power cut, or `path` has not changed.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_atomically(Path(folder, "notes.txt"), "whole")
 
     Args:
-        path: Where to.
-        data: Text (written as UTF-8; paths in it that are not come back as their bytes) or bytes.
-        keep_as: A second name that the file now at `path` keeps.
+        path: the file.
+        data: bytes, or text (written as UTF-8; paths in it that are not come back as their bytes).
+        keep_as: a second name for the file that is at `path` before.
 
     Raises:
-        ValueError: The file cannot be written; what stood there before still does.
+        ValueError: the file cannot be written; the old one is intact.
     """
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
@@ -36,13 +40,17 @@ def write_atomically(path: Path, data: str | bytes | memoryview, keep_as: Path |
 
 
 def unwritable(path: Path, error: Exception) -> ValueError:
-    """The error for a file that cannot be written, in one sentence."""
+    """Return the error for a file that cannot be written, in one sentence.
+
+    >>> str(unwritable(Path("a.txt"), OSError("disk full"))).partition(";")[0]
+    'cannot write a.txt (disk full)'
+    """
     reason = getattr(error, "strerror", None) or error
     return ValueError(f"cannot write {path} ({reason}); what was there before is intact: make room, or write elsewhere")
 
 
 def _keep(path: Path, keep_as: Path) -> None:
-    """Give the file at `path` the second name `keep_as` without a moment in which neither exists."""
+    """Give the file at `path` the second name `keep_as`, without a moment in which neither exists."""
     link = keep_as.with_name(f".{keep_as.name}.{os.getpid()}.part")
     link.unlink(missing_ok=True)
     try:

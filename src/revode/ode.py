@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from revode.engine.tracing import compilation_is_possible, eagerly
+from revode.engine.call import compilation_is_possible, eagerly
 from revode.engine.walk import Walk
 from revode.errors import unknown
 from revode.memory import graph_leaves
@@ -26,7 +26,7 @@ from revode.schemes import AdditiveCoupling, Coupling, State
 
 
 class Tableau(NamedTuple):
-    """A Runge-Kutta method. The weights of the error are those of all slopes and of the one at the new state."""
+    """A Runge-Kutta method. The error has a weight for each slope, and one for the slope at the new state."""
 
     order: int
     c: Sequence[float]
@@ -60,20 +60,20 @@ METHODS = {
 }
 """Methods by name; ``rk4`` is the 3/8 rule, as in torchdiffeq."""
 OPTIONS = ("step_size", "grid_constructor", "min_step", "max_num_steps", "blend", "anchor_every", "stats")
-"""Options by name: two of fixed steps, two of adaptive ones, and those of all methods."""
+"""Names of options: two of fixed steps, two of adaptive ones, and those of all methods."""
 LACKING = {
     "method": "dopri8 fehlberg2 adaptive_heun heun3 explicit_adams implicit_adams fixed_adams scipy_solver",
     "option": "first_step max_step safety ifactor dfactor norm dtype step_t jump_t interp perturb solver",
     "argument": "event_fn adjoint_params adjoint_rtol adjoint_atol adjoint_method adjoint_options",
     "attribute of func": "callback_step callback_accept_step callback_reject_step",
 }
-"""What torchdiffeq has and revode has not, by kind."""
+"""Names that torchdiffeq has and revode has not, by kind."""
 GROWTH, LARGEST_SHARE = 1.5, 0.05
-"""Of y - z, where steps are fixed: times what one step makes of it, for each step; and of the increment of that one step."""
+"""Bounds of y - z for fixed steps: a multiple of its growth in one step, and a share of the increment of that step."""
 
 
 class Increment(nn.Module):
-    """Ψ: what a Runge-Kutta step adds to a state, which is one tensor. One module serves all steps, whose times are given."""
+    """The increment Ψ that a Runge-Kutta step adds to a state, which is one tensor. One module serves all steps and times."""
 
     def __init__(self, func: Any, tableau: Tableau, shapes: Any, rtol: float, atol: float) -> None:
         super().__init__()
@@ -90,13 +90,13 @@ class Increment(nn.Module):
         return tuple(part.reshape((*leading, *shape)) for part, shape in zip(parts, self.shapes, strict=True))
 
     def norms(self, errors: Sequence[Tensor], size: Tensor) -> list[float]:
-        """Return errors of states of this size in units of the tolerance: root mean squares, of several parts the largest."""
+        """Return the norms of errors in units of the tolerance at this size: root mean squares, of all parts the largest."""
         scaled = [self.parts(error / (self.atol + self.rtol * size)) for error in errors]
         sizes = [torch.stack([*map(_rms, each if self.shapes else [each])]).max() for each in scaled]
         return torch.stack(sizes).tolist()
 
     def slope(self, time: Any, y: Tensor) -> Tensor:
-        """Return func(t, y) as one tensor, at a time that is a number, or a tensor which requires grad."""
+        """Return func(t, y) as one tensor. The time is a number, or a tensor which requires grad."""
         self.num_evaluations += 1
         t = time.to(y.dtype) if isinstance(time, Tensor) else torch.full((), time, dtype=y.dtype, device=y.device)
         value = self.func(t, self.parts(y))
@@ -109,7 +109,7 @@ class Increment(nn.Module):
         return value.to(y.dtype)
 
     def forward(self, q: Tensor, *, span: tuple[Any, Any], begin: float, until: float) -> Tensor:
-        """Return Ψ at q, from one fraction of the span between two output times to another, before it for a step back."""
+        """Return Ψ at q from one fraction of `span`, the time between two outputs, to another."""
         h, slopes = (until - begin) * (span[1] - span[0]), []
         for c, row in zip(self.tableau.c, self.tableau.a, strict=True):
             y = q + h * _sum(row, slopes) if row else torch.ops.aten.alias(q)
@@ -142,7 +142,7 @@ def _at(span: tuple[Any, Any], place: float) -> Any:
 
 
 class Solver:
-    """The pair on its way through time."""
+    """The pair of one solution, and its steps through time."""
 
     def __init__(self, walk: Walk, blend: float, increment: Increment, y0: Tensor) -> None:
         self.walk, self.increment, self.state = walk, increment, cast(State, walk.enter(y0))
@@ -153,7 +153,7 @@ class Solver:
         self.num_apart = 0  # steps since y and z were equal
 
     def step(self, span: tuple[Any, Any], begin: float, until: float, most: float = 1.0) -> float:
-        """Advance the pair unless the local error is above `most`; return that error, in units of the tolerance."""
+        """Advance the pair unless the local error is above `most`. Return the error, in units of the tolerance."""
         increment, before = self.increment, self.state
         increment.estimates = self.is_adaptive
         half = self.walk.step(increment, before, coupling=self.forth, span=span, begin=begin, until=until)
@@ -176,7 +176,7 @@ class Solver:
 
     @torch.no_grad()
     def _is_apart(self, z_before: Tensor, y: Tensor, z: Tensor) -> bool:
-        """Return whether y - z is more than the local errors since they were equal, so that it has grown by itself."""
+        """Return True if y - z is more than the local errors since they were equal, so that it has grown by itself."""
         first, size = self.num_apart == 1, torch.maximum(y.abs(), z.abs())
         self._size = size if first else torch.maximum(size, self._size)  # an element may pass through zero
         rounding = 4.0 * torch.finfo(y.dtype).eps * _rms(y)
@@ -187,7 +187,7 @@ class Solver:
         return not apart <= self._allowed
 
     def adapt(self, span: tuple[Any, Any], ends: tuple[float, float], h: float, options: dict[str, Any]) -> float:
-        """Advance over a span in steps whose local error is small; return the step size to go on with."""
+        """Advance over a span in steps whose local error is small; return the next step size."""
         length, begin, min_step = abs(ends[1] - ends[0]), 0.0, options.get("min_step", 0.0)
         for _ in range(most_steps := options.get("max_num_steps", 2**31 - 1)):
             h = max(h, min_step)
@@ -209,7 +209,7 @@ class Solver:
 
 @torch.no_grad()
 def first_step(increment: Increment, y: Tensor, f: Tensor, start: float, end: float) -> float:
-    """Return a step size to begin with (Hairer, Norsett, Wanner: Solving Ordinary Differential Equations I, II.4)."""
+    """Return the first step size (Hairer, Norsett, Wanner: Solving Ordinary Differential Equations I, II.4)."""
     size, steep = increment.norms([y, f], y.abs())
     h = min(0.01 * size / steep if min(size, steep) >= 1e-5 else 1e-6, abs(end - start))
     step = math.copysign(h, end - start)
@@ -219,7 +219,7 @@ def first_step(increment: Increment, y: Tensor, f: Tensor, start: float, end: fl
 
 
 def first_slope(increment: Increment, y: Tensor, time: float, tracked: bool) -> Tensor:
-    """Return func(t, y); raise if it uses a tensor that requires grad and is not its parameter."""
+    """Return func(t, y); raise if func uses a tensor that requires grad and is not its parameter."""
     hidden = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
     with torch.set_grad_enabled(tracked), hidden:
         y = y.clone().requires_grad_(tracked)  # func may differentiate by it
@@ -271,13 +271,14 @@ def odeint(
     ...         self.mix = nn.Linear(2, 2)
     ...     def forward(self, t, y):
     ...         return self.mix(y**3)
-    >>> solution = revode.odeint(Spiral(), torch.tensor([[1.0, 0.0]]), torch.linspace(0, 2, 20), rtol=1e-5, atol=1e-6)
+    >>> solution = odeint(Spiral(), torch.tensor([[1.0, 0.0]]), torch.linspace(0, 2, 20), rtol=1e-5, atol=1e-6)
     >>> solution[-1].sum().backward()  # solution has the shape (20, 1, 2)
 
     Args:
-        func: (t, y) -> dy/dt. Tensors in it that require grad must be its parameters; then it is a module, or a method of one.
-        y0: a tensor, or a tuple of tensors; then func takes and returns tuples, and so does odeint.
-        t: times, increasing or decreasing. Steps land on each; what lies between them moves with them in proportion.
+        func: (t, y) -> dy/dt. Tensors in it that require grad must be its parameters; then func is a module, or a method of
+            one.
+        y0: a tensor, or a tuple of tensors; then func and odeint return tuples, too.
+        t: times, increasing or decreasing. Steps land on each; times between them move with them in proportion.
         rtol: relative tolerance of a step.
         atol: absolute tolerance of a step.
         method: ``euler``, ``midpoint``, ``heun2``, ``rk4`` (the 3/8 rule): fixed steps; ``bosh3``, ``dopri5``: adaptive ones.
@@ -285,8 +286,8 @@ def odeint(
             ``min_step`` and ``max_num_steps`` (between two times) of adaptive ones; ``blend``: λ in (0, 1], 0.999 unless given;
             ``anchor_every``: keep each k-th pair; ``stats``: a dict that gets steps, rejected ones, anchors, evaluations.
         gradient: ``"reversible"``, ``"checkpoint"`` (keeps two states a step) or ``"store"`` (autograd); values are the same.
-        verify: whether the walk back checks that it ends where forward began, and raises `ReversalError` if not.
-        lacking: what torchdiffeq has and revode has not; refused by name.
+        verify: whether to check that the walk back ends where forward began; if not, raise `ReversalError`.
+        lacking: arguments of torchdiffeq that revode has not; refused by name.
     """
     solve = eagerly(_solve) if compilation_is_possible() else _solve
     return solve(func, y0, t, rtol, atol, method, options or {}, {"backprop": gradient, "verify": verify}, lacking)

@@ -1,7 +1,7 @@
-"""What fields are made of: linear maps K with an exact adjoint, per-channel maps N, activations σ.
+"""Parts of fields: linear maps K with an exact adjoint, per-channel maps N, activations σ.
 
 ``forward`` of a linear map applies K, ``adjoint`` applies K' with the same parameters. Convolutions have stride 1, odd kernels
-and zero ("same") padding, so that K and K' map between tensors of one spatial size and ⟨Kx, y⟩ = ⟨x, K'y⟩ holds to round-off.
+and zero ("same") padding. So K and K' map between tensors of one spatial size, and ⟨Kx, y⟩ = ⟨x, K'y⟩ holds to round-off.
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ _CONV_TRANSPOSE = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_trans
 
 
 def needs_float32(x: Tensor, kernel: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether torch's 3-d convolution of x in `dtype` may write wild gradients, and has to run in float32.
+    """Return True if torch's 3-d convolution of x in `dtype` may write wild gradients, and has to run in float32.
 
-    On CPUs with bfloat16 instructions torch 2.13 gets the weight's gradient wrong, and writes past its end, where an axis of
-    the image is shorter than the kernel.
+    This is so on CPUs with bfloat16 instructions where an axis of the image is shorter than the kernel. There torch 2.13 gets
+    the weight's gradient wrong, and writes past its end.
+
+    >>> needs_float32(torch.ones(1, 1, 2, 8, 8), torch.ones(1, 1, 3, 3, 3), torch.bfloat16)
+    True
     """
     return (
         kernel.dim() == 5
@@ -40,7 +43,11 @@ def needs_float32(x: Tensor, kernel: Tensor, dtype: torch.dtype) -> bool:
 def convolve(
     function: Callable[..., Tensor], x: Tensor, kernel: Tensor, bias: Tensor | None, padding: Sequence[int]
 ) -> Tensor:
-    """Return the (transposed) convolution; in float32, on numbers rounded to bfloat16, where `needs_float32` says so."""
+    """Return the (transposed) convolution; in float32, on numbers rounded to bfloat16, where `needs_float32` says so.
+
+    >>> convolve(nn.functional.conv1d, torch.ones(1, 1, 3), torch.ones(1, 1, 3), None, [1])
+    tensor([[[2., 3., 2.]]])
+    """
     if kernel.dim() == 5:  # the others need not ask for autocast
         autocast = torch.is_autocast_enabled(x.device.type)
         dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
@@ -52,7 +59,11 @@ def convolve(
 
 
 class Conv3d(nn.Conv3d):
-    """torch's convolution, by way of `convolve`."""
+    """torch's ``nn.Conv3d``, run by `convolve`.
+
+    >>> Conv3d(1, 2, 3, padding=1)(torch.randn(1, 1, 4, 8, 8)).shape
+    torch.Size([1, 2, 4, 8, 8])
+    """
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         strided = functools.partial(F.conv3d, stride=self.stride, dilation=self.dilation, groups=self.groups)
@@ -60,7 +71,11 @@ class Conv3d(nn.Conv3d):
 
 
 def adjoint_kernel(weight: Tensor) -> Tensor:
-    """The kernel whose convolution is the adjoint: channels transposed *and* every spatial axis flipped."""
+    """Return the kernel whose convolution is the adjoint: channels transposed *and* every spatial axis flipped.
+
+    >>> adjoint_kernel(torch.tensor([[[1.0, 2.0, 3.0]]]))
+    tensor([[[3., 2., 1.]]])
+    """
     return weight.transpose(0, 1).flip(tuple(range(2, weight.dim())))
 
 
@@ -76,7 +91,12 @@ def _require_size(kind: str, x: Tensor, dim: int, size: int) -> None:
 
 
 class LinearOperator(nn.Module, abc.ABC):
-    """A linear map K with one parameter ``weight``; ``forward(x, b)`` is Kx + b and ``adjoint(y)`` is K'y."""
+    """A linear map K with one parameter ``weight``; ``forward(x, b)`` is Kx + b and ``adjoint(y)`` is K'y.
+
+    >>> K, x, y = Dense(2, 3), torch.randn(2), torch.randn(3)
+    >>> torch.allclose(K(x) @ y, x @ K.adjoint(y))
+    True
+    """
 
     weight: nn.Parameter
     channel_dim: int
@@ -86,11 +106,11 @@ class LinearOperator(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Kx, plus the bias of each output channel if one is given."""
+        """Return Kx, plus the bias of each output channel if one is given."""
 
     @abc.abstractmethod
     def adjoint(self, y: Tensor) -> Tensor:
-        """K'y."""
+        """Return K'y."""
 
     def reset_parameters(self) -> None:
         """Draw the kernel as the paper's authors did: normal with std sqrt(2 / (kernel volume * out_channels))."""
@@ -99,19 +119,21 @@ class LinearOperator(nn.Module, abc.ABC):
                 self.weight.copy_(self.draw())
 
     def draw(self, generator: torch.Generator | None = None) -> Tensor:
-        """A kernel from the paper's distribution."""
+        """Return a kernel from the paper's distribution."""
         std = math.sqrt(2.0 / (math.prod(self.weight.shape[2:]) * self.out_channels))
         return torch.empty_like(self.weight, requires_grad=False).normal_(std=std, generator=generator)
 
 
 class Conv(LinearOperator):
-    """Convolution in ``ndim`` = 1, 2 or 3 dimensions, without bias, and its transpose.
+    """A convolution in ``ndim`` = 1, 2 or 3 dimensions, without bias, and its adjoint.
+
+    >>> Conv(2, 4).adjoint(torch.randn(1, 4, 8, 8)).shape
+    torch.Size([1, 2, 8, 8])
 
     Args:
         in_channels: channels of x.
         out_channels: channels of Kx; ``in_channels`` unless given.
-        kernel_size: odd edge length of the kernel, or one for each dimension.
-        ndim: number of spatial dimensions.
+        kernel_size: odd kernel size, or one for each dimension.
     """
 
     channel_dim = 1
@@ -142,16 +164,16 @@ class Conv(LinearOperator):
         return self.convolve_adjoint(y, self.kernel())
 
     def kernel(self) -> Tensor:
-        """The kernel that ``forward`` convolves with."""
+        """Return the kernel that ``forward`` convolves with."""
         return self.weight
 
     def convolve(self, x: Tensor, kernel: Tensor, bias: Tensor | None = None) -> Tensor:
-        """``forward`` with ``kernel()`` in hand, perhaps in another precision."""
+        """Run ``forward`` with ``kernel()`` in hand, perhaps in another precision."""
         _require_size(type(self).__name__, x, 1, self.in_channels)
         return convolve(CONVOLUTIONS[self.ndim], x, kernel, bias, self.padding)
 
     def convolve_adjoint(self, y: Tensor, kernel: Tensor) -> Tensor:
-        """``adjoint`` with ``kernel()`` in hand."""
+        """Run ``adjoint`` with ``kernel()`` in hand."""
         _require_size(f"{type(self).__name__}.adjoint", y, 1, self.out_channels)
         return convolve(_CONV_TRANSPOSE[self.ndim], y, kernel, None, self.padding)
 
@@ -162,7 +184,12 @@ class Conv(LinearOperator):
 
 
 class AntisymmetricConv(Conv):
-    """The convolution A = K - K', as one convolution with the kernel W - adjoint_kernel(W); its adjoint is -A."""
+    """The convolution A = K - K', as one convolution with the kernel W - adjoint_kernel(W); its adjoint is -A.
+
+    >>> conv, x = AntisymmetricConv(2), torch.randn(1, 2, 8, 8)
+    >>> torch.equal(conv.adjoint(x), -conv(x))
+    True
+    """
 
     def __init__(self, channels: int, kernel_size: Edges = 3, ndim: int = 2) -> None:
         super().__init__(channels, channels, kernel_size, ndim)
@@ -175,7 +202,11 @@ class AntisymmetricConv(Conv):
 
 
 class Dense(LinearOperator):
-    """A matrix on the last dimension, without bias, and its transpose."""
+    """A matrix on the last dimension, without bias, and its transpose.
+
+    >>> Dense(2, 4).adjoint(torch.randn(3, 4)).shape
+    torch.Size([3, 2])
+    """
 
     channel_dim = -1
 
@@ -199,7 +230,12 @@ class Dense(LinearOperator):
 
 
 class AntisymmetricDense(Dense):
-    """The matrix A = K - K' on the last dimension; its adjoint is -A."""
+    """The matrix A = K - K' on the last dimension; its adjoint is -A.
+
+    >>> dense, x = AntisymmetricDense(2), torch.randn(3, 2)
+    >>> torch.equal(dense.adjoint(x), -dense(x))
+    True
+    """
 
     def __init__(self, channels: int) -> None:
         super().__init__(channels)
@@ -227,14 +263,10 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class DroppedActivation(nn.Dropout):
-    """σ, and dropout of what comes out.
+    """An activation σ, by name or as a callable, followed by dropout of the share `p`.
 
     >>> DroppedActivation("relu", 0.5).eval()(torch.tensor([-1.0, 2.0]))
     tensor([0., 2.])
-
-    Args:
-        activation: σ, by name or as a callable.
-        p: the share that is dropped in training.
     """
 
     def __init__(self, activation: Activation, p: float) -> None:
@@ -246,7 +278,11 @@ class DroppedActivation(nn.Dropout):
 
 
 class Bias(nn.Module):
-    """y + b, one b per channel, zero at first."""
+    """The map y + b, one b per channel, zero at first.
+
+    >>> Bias(2, channel_dim=-1)(torch.ones(2)).tolist()
+    [1.0, 1.0]
+    """
 
     def __init__(self, channels: int, channel_dim: int = 1) -> None:
         super().__init__()
@@ -258,10 +294,13 @@ class Bias(nn.Module):
 
 
 class TVNorm(nn.Module):
-    """y / sqrt(Σ_channels y² + eps), then a scale and a shift per channel: Meganet's norm, independent of the batch.
+    """Meganet's norm y / sqrt(Σ_channels y² + eps), then a scale and a shift per channel; independent of the batch.
 
-    The scale starts at sqrt(channels), so that the output has unit variance whatever the width; from 1 on a wide field hardly
-    moves its state (tried on the digits: leapfrog-26 reaches 21 % in 4 epochs from 1, 55 % from sqrt(channels)).
+    The scale starts at sqrt(channels), for unit variance of the output at any width. From 1 on a wide field hardly moves its
+    state: leapfrog-26 reaches 21 % on the digits in 4 epochs, and 55 % from sqrt(channels).
+
+    >>> TVNorm(8)(torch.randn(2, 8, 4, 4)).square().mean().item()  # doctest: +ELLIPSIS
+    0.99...
     """
 
     def __init__(self, channels: int, channel_dim: int = 1, eps: float = 1e-3) -> None:
@@ -278,7 +317,11 @@ class TVNorm(nn.Module):
 
 
 def along_channels(vector: Tensor, y: Tensor, channel_dim: int) -> Tensor:
-    """The per-channel `vector`, shaped to broadcast against `y`."""
+    """Return the per-channel `vector` in a shape that broadcasts against `y`.
+
+    >>> along_channels(torch.ones(3), torch.ones(2, 3, 8, 8), channel_dim=1).shape
+    torch.Size([1, 3, 1, 1])
+    """
     shape = [1] * y.dim()
     shape[channel_dim] = vector.shape[0]
     return vector.view(shape)
@@ -295,7 +338,11 @@ def _instance_norm(channels: int, ndim: int) -> nn.Module:
 
 
 class NormKind(NamedTuple):
-    """A norm that blocks can have: what it is in words, and how it is made of a number of channels and of dimensions."""
+    """A norm that blocks can have: its name in words, and a function from channels and dimensions to the norm.
+
+    >>> NORMS["group"].words, NORMS["group"].make(8, 2).num_groups
+    ('group norm', 4)
+    """
 
     words: str
     make: Callable[[int, int], nn.Module]
@@ -308,16 +355,14 @@ NORMS = {
     "group": NormKind("group norm", lambda channels, ndim: nn.GroupNorm(math.gcd(channels, 4), channels)),
     "tv": NormKind("batch-independent norm", lambda channels, ndim: TVNorm(channels, 1 if ndim else -1)),
 }
-"""The maps N between K and σ by name."""
+"""Names of the maps N between K and σ."""
 
 
 def make_norm(norm: str, channels: int, ndim: int = 2) -> nn.Module:
-    """The per-channel map N between K and σ.
+    """Return the per-channel map N between K and σ; `norm` is a name of `NORMS`, and `ndim` 0 for vectors.
 
-    Args:
-        norm: a name of `NORMS`.
-        channels: how many channels it acts on.
-        ndim: spatial dimensions; 0 for vectors in the last dimension.
+    >>> make_norm("group", channels=8)(torch.randn(2, 8, 4, 4)).shape
+    torch.Size([2, 8, 4, 4])
     """
     if norm not in NORMS:
         raise ValueError(f"norm must be one of {', '.join(map(repr, NORMS))}, got {norm!r}")
@@ -325,7 +370,11 @@ def make_norm(norm: str, channels: int, ndim: int = 2) -> nn.Module:
 
 
 def make_activation(activation: Activation) -> Callable[[Tensor], Tensor]:
-    """σ by name, or any callable on tensors as it is."""
+    """Return σ by its name, or the callable itself.
+
+    >>> make_activation("relu")(torch.tensor([-1.0, 2.0]))
+    tensor([0., 2.])
+    """
     if callable(activation):
         return activation
     if activation not in ACTIVATIONS:

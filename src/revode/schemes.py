@@ -1,17 +1,17 @@
-"""The integrators, each a chain of one map on a pair of tensors.
+"""Integrators, each a chain of one map on a pair of tensors.
 
 Every step of every scheme is a `Coupling`
 
-    (p, q) -> (q, s p + c q + a F(q)),        reversed by   p = (q' - c q - a F(q)) / s,
+    (p, q) -> (q, s p + c q + a F(q)),        reversed by   p = (q' - c q - a F(q)) / s.
 
-so a scheme is little more than its coefficients (s, c, a) for each field in turn, the way it enters the pair (``init``)
-and leaves it (``readout``). ``reverse`` undoes ``step`` with the same single evaluation of F. A coefficient is a number, or a
-tensor that holds one for each sample.
+A scheme gives the coefficients (s, c, a) for each field in turn, and the way into the pair (``init``) and out of it
+(``readout``). ``reverse`` undoes ``step`` with the same single evaluation of F.
 """
 
 from __future__ import annotations
 
 import abc
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -19,30 +19,44 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from revode.errors import unknown
+
 Field = Callable[[Tensor], Tensor]
 Factor = Any
 """A coefficient: a number, or a tensor with one for each sample."""
 Rounding = Callable[[Tensor, float], Tensor]
 """(u, gain) -> gain * u, rounded."""
 MOST_SHIFT = 6
-"""The largest n for which a scheme that carries p / 2^n on can be reversed exactly."""
+"""The largest n for which a scheme with |s| = 2^-n can be reversed exactly."""
 State = tuple[Tensor, Tensor]
 OpenState = tuple[Tensor | None, Tensor]
-"""A pair whose first member may still be missing: a one-tensor scheme before its start."""
+"""A pair. Its first member is None in a scheme on one tensor before the start."""
 
 
 def is_number(factor: Factor, value: float) -> bool:
-    """Whether a coefficient is this very number."""
+    """Return True if a coefficient is this number, and not a tensor.
+
+    >>> is_number(1.0, 1.0), is_number(torch.ones(2), 1.0)
+    (True, False)
+    """
     return isinstance(factor, float) and factor == value
 
 
 def times(x: Tensor, factor: Factor, out: Tensor | None = None) -> Tensor:
-    """factor * x; x itself if the factor is 1."""
+    """Return factor * x, or x itself if the factor is 1.
+
+    >>> times(torch.ones(2), 3.0)
+    tensor([3., 3.])
+    """
     return x if is_number(factor, 1.0) else torch.mul(x, factor, out=out)
 
 
 def plus(x: Tensor, y: Tensor, factor: Factor, out: Tensor | None = None) -> Tensor:
-    """x + factor * y."""
+    """Return x + factor * y.
+
+    >>> plus(torch.ones(2), torch.ones(2), torch.tensor([0.0, 2.0]))
+    tensor([1., 3.])
+    """
     if isinstance(factor, Tensor):
         return torch.addcmul(x, y, factor, out=out)
     return torch.add(x, y, alpha=factor, out=out)
@@ -52,7 +66,7 @@ _SHIFTS = {2.0**-n: n for n in range(MOST_SHIFT + 1)}
 
 
 def shift_of(carry: float) -> int | None:
-    """Return n where |carry| = 2^-n, or None where there is none.
+    """Return n where |carry| = 2^-n, or None if there is no such n.
 
     >>> shift_of(1.0), shift_of(-0.25), shift_of(0.9)
     (0, 2, None)
@@ -60,27 +74,32 @@ def shift_of(carry: float) -> int | None:
     return _SHIFTS.get(abs(carry))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(slots=True, eq=False)  # frozen would take 2 µs a branch to make
 class Coupling:
-    """The coefficients of q' = carry * p + keep * q + gain * F(q)."""
+    """The coefficients of q' = carry * p + keep * q + gain * F(q).
+
+    >>> coupling, p, q = Coupling(carry=0.5, keep=0.0, gain=2.0), torch.ones(2), torch.ones(2)
+    >>> coupling.reverse(q, q_next=coupling.step(p, q, u=q.tanh()), u=q.tanh())
+    tensor([1., 1.])
+    """
 
     carry: Factor
     keep: Factor
     gain: Factor
     shift: int = 0
-    """n where |carry| = 2^-n for every sample, if carry is a tensor; a number tells by itself."""
+    """n where |carry| = 2^-n for every sample. Give n if carry is a tensor."""
 
     def __post_init__(self) -> None:
         if isinstance(self.carry, float):
-            object.__setattr__(self, "shift", shift_of(self.carry) or 0)
+            self.shift = shift_of(self.carry) or 0
 
     @property
     def is_plain(self) -> bool:
-        """Whether this is the step q + F(q) of a plain residual network."""
+        """Return True for the step q + F(q) of a plain residual network."""
         return is_number(self.carry, 0.0) and is_number(self.keep, 1.0) and is_number(self.gain, 1.0)
 
     def phi(self, q: Tensor, u: Tensor, rounding: Rounding | None, out: Tensor | None) -> Tensor:
-        """keep * q + gain * u, rounded if asked; the same bits for ``step`` and ``reverse``."""
+        """Return keep * q + gain * u, rounded if asked; ``step`` and ``reverse`` get the same bits."""
         if rounding is None:
             increment = times(u, self.gain, out)
         elif isinstance(self.keep, float) and self.keep.is_integer():
@@ -92,14 +111,9 @@ class Coupling:
     def step(
         self, p: Tensor | None, q: Tensor, u: Tensor, rounding: Rounding | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """The new state q' from p, q and u = F(q); without p, that term is absent (a start).
+        """Return the new state q' from p, q and u = F(q). Without p its term is absent, as in a start.
 
-        Args:
-            p: the older state.
-            q: the newer state.
-            u: the branch's value at q.
-            rounding: how to round the increment before it is added.
-            out: where to write; u itself if nobody else needs it.
+        `rounding` rounds the increment before it is added. `out` may be u itself if nobody else needs u.
         """
         p = None if is_number(self.carry, 0.0) else p
         if p is not None and rounding is None and is_number(self.carry, 1.0) and is_number(self.keep, 0.0):
@@ -110,7 +124,7 @@ class Coupling:
     def reverse(
         self, q: Tensor, q_next: Tensor, u: Tensor, rounding: Rounding | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """The old state p from q, q' and u = F(q): ``step`` solved for p."""
+        """Return the old state p from q, q' and u = F(q)."""
         adds_only = rounding is None and is_number(self.carry, 1.0) and is_number(self.keep, 0.0)
         if adds_only and isinstance(self.gain, float):
             return torch.sub(q_next, u, alpha=self.gain, out=out)
@@ -119,20 +133,27 @@ class Coupling:
 
 
 class Scheme(abc.ABC):
-    """An integrator. A concrete scheme states its attributes and gives ``coupling``; the rest follows.
+    """An integrator. A concrete scheme states its attributes and gives ``coupling``.
+
+    >>> class Explicit(Scheme):  # Y+ = Y- + h F(Y)
+    ...     def coupling(self, index):
+    ...         return Coupling(self.carry, 0.0, self.h)
+    ...     def starting(self):
+    ...         return Coupling(0.0, 1.0, self.h)
+    >>> ReversibleSequence([nn.Linear(4, 4)] * 3, Explicit(h=0.1))(torch.ones(1, 4)).sum().backward()
 
     Args:
         h: step size, positive.
         start: how a scheme on one tensor makes its second state; one of ``starts``.
-        damping: d in [0, 1): multiplies the carried state by 1 - d, a slightly dissipative network.
+        damping: d in [0, 1) multiplies the carried state by 1 - d.
     """
 
     splits: ClassVar[bool] = False
-    """Whether the pair is two parts of the state that take turns (halves of the input, say), or two successive states."""
+    """True if the pair is two parts of the state that take turns, such as halves. False for two successive states."""
     fields_per_step: ClassVar[int] = 1
     starts: ClassVar[tuple[str, ...]] = ()
     draws: ClassVar[bool] = False
-    """Whether coefficients are drawn at each call, so that a pair alone does not tell the way back."""
+    """True if coefficients are drawn at each call. Then a pair alone cannot be reversed."""
 
     def __init__(self, h: float = 0.1, *, start: str | None = None, damping: float = 0.0) -> None:
         if isinstance(h, bool) or not (isinstance(h, int | float) and 0.0 < h < float("inf")):
@@ -150,60 +171,56 @@ class Scheme(abc.ABC):
 
     @property
     def order(self) -> int | None:
-        """The order of convergence as h goes to 0, or None where there is no ODE to converge to."""
+        """Return the order of convergence as h goes to 0, or None if there is no ODE to converge to."""
         return None
 
     @property
     def carry(self) -> float:
-        """s: what is left of the old state after one step."""
+        """Return s, the factor of the old state in one step."""
         return 1.0 - self.damping
 
     @property
     def halves(self) -> bool:
-        """Whether the pair is the two halves of the input, so that branches have half of its width."""
+        """Return True if the pair is the two halves of the input, so that branches have half of its width."""
         return self.splits and self.start != "duplicate"
 
     @property
     def shift(self) -> int | None:
-        """n where s is 2^-n or its negative, so that ``exact`` applies and keeps n bits of each element; None for other s."""
+        """Return n if s is 2^-n or its negative, else None. Then ``exact`` applies and keeps n bits of each element."""
         return shift_of(self.carry)
 
     @property
     def invertible_exactly(self) -> bool:
-        """Whether ``exact`` applies."""
+        """Return True if ``exact`` applies."""
         return self.shift is not None
 
     @property
     def invertible(self) -> bool:
-        """Whether a final pair tells what led to it."""
+        """Return True if the input can be computed from a final pair."""
         return self.carry != 0.0 and not self.draws
 
     def in_eval(self) -> Scheme:
-        """The scheme that runs in eval mode."""
+        """Return the scheme that runs in eval mode."""
         return self
 
     @abc.abstractmethod
     def coupling(self, index: int) -> Coupling:
-        """The coefficients for the field at `index`."""
+        """Return the coefficients for the field at `index`."""
 
     def couplings(self, number: int, q: Tensor, started: bool, first: int = 0) -> list[Coupling]:
-        """Return the coefficients of one call.
+        """Return the coefficients of one call: `number` branches from the index `first` on, for states like q.
 
-        Args:
-            number: how many branches.
-            q: the state at entry; its first dimension counts the samples.
-            started: whether the call begins with a pair.
-            first: the index of the first branch.
+        `started` is True if the call begins with a pair.
         """
         couplings = [self.coupling(first + index) for index in range(number)]
         return couplings if started else [self.starting(), *couplings[1:]]
 
     def starting(self) -> Coupling:
-        """The coefficients for the first field, when there is one state only (p is absent)."""
+        """Return the coefficients for the first field, where p is absent."""
         raise ValueError(f"{type(self).__name__} has no start: its pair is the two halves of the input")
 
     def dim_to_halve(self, shape: Sequence[int], split_dim: int | None) -> int:
-        """The dimension whose halves are the pair: as given, or that of the channels where there is no doubt about it."""
+        """Return the dimension whose halves are the pair: as given, else the channels. Raise if the shape is ambiguous."""
         num_dims = len(shape)
         if split_dim is not None:
             if not -num_dims <= split_dim < num_dims:
@@ -219,7 +236,7 @@ class Scheme(abc.ABC):
         return 1
 
     def init(self, x: Tensor, split_dim: int | None = None) -> OpenState:
-        """Enter: the two halves of x, or (nothing, x)."""
+        """Return the pair that x enters with: its two halves, or (None, x)."""
         if not self.splits:
             return None, x
         split_dim = self.dim_to_halve(x.shape, split_dim)
@@ -233,22 +250,22 @@ class Scheme(abc.ABC):
         return y, z
 
     def step(self, state: OpenState, field: Field, index: int = 0) -> State:
-        """One coupling with one evaluation of `field`."""
+        """Return the pair behind one coupling, with one evaluation of `field`."""
         p, q = state
         coupling = self.starting() if p is None else self.coupling(index)
         return q, coupling.step(p, q, field(q))
 
     def reverse(self, state: State, field: Field, index: int = 0) -> State:
-        """Undo ``step``, with one evaluation of `field`. (A start is undone by taking the first member alone.)"""
+        """Undo ``step`` with one evaluation of `field`. (To undo a start, take the first member alone.)"""
         q, q_next = state
         return self.coupling(index).reverse(q, q_next, field(q)), q
 
     def undo_init(self, state: State, split_dim: int | None = None) -> Tensor:
-        """The input whose parts are this pair."""
+        """Return the input whose parts are this pair."""
         return torch.cat(state, dim=self.dim_to_halve(state[1].shape, split_dim))
 
     def readout(self, state: State, split_dim: int | None = None) -> Tensor:
-        """Leave: the halves joined, or the newest state (a copy, so that changing it harms no one)."""
+        """Return the halves joined, or a copy of the newest state."""
         return self.undo_init(state, split_dim) if self.splits else state[1].clone()
 
     def __repr__(self) -> str:
@@ -259,9 +276,12 @@ class Scheme(abc.ABC):
 
 
 class Verlet(Scheme):
-    """y += h F(z); z -= h G(y): the Hamiltonian network's step (paper, eq. 11), order 1 as printed.
+    """The Hamiltonian network's step y += h F(z); z -= h G(y) (paper, eq. 11), of order 1 as printed.
 
     Fields come in pairs ``[F1, G1, F2, G2, ...]``; the sign of G is the scheme's.
+
+    >>> ReversibleSequence([nn.Linear(2, 2), nn.Linear(2, 2)], Verlet(h=0.1))(torch.randn(3, 4)).shape
+    torch.Size([3, 4])
     """
 
     splits = True
@@ -276,12 +296,16 @@ class Verlet(Scheme):
 
 
 class AdditiveCoupling(Scheme):
-    """y += F(z); z += G(y): RevNet's and NICE's step (Gomez et al. 2017; Dinh et al. 2014). Fields ``[F1, G1, ...]``.
+    """RevNet's and NICE's step y += F(z); z += G(y) (Gomez et al. 2017; Dinh et al. 2014). Fields come as ``[F1, G1, ...]``.
+
+    >>> fields = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    >>> ReversibleSequence(fields, AdditiveCoupling(start="duplicate"))(torch.randn(3, 4)).shape
+    torch.Size([3, 4])
 
     Args:
-        start: ``"split"``: the pair is the two halves of the input. ``"duplicate"``: it is the input twice, so that branches
+        start: ``"split"``: the pair is the two halves of the input. ``"duplicate"``: the pair is the input twice, and branches
             keep the input's width (Kitaev et al. 2020).
-        readout: ``"join"`` or ``"mean"`` of the final pair; by default what undoes the start.
+        readout: ``"join"`` or ``"mean"`` of the final pair; by default the one that undoes the start.
         damping: as for every scheme.
     """
 
@@ -317,12 +341,15 @@ class AdditiveCoupling(Scheme):
 
 
 class MidPoint(Scheme):
-    """Y+ = a Y- + (1 - a) Y + (1 + a) h F(Y), for Y' = F(Y).
+    """The step Y+ = a Y- + (1 - a) Y + (1 + a) h F(Y), for Y' = F(Y).
 
     a = 1 is the paper's network, Y+ = Y- + 2h F(Y): central differences (eq. 13), order 2. a = 0 is a plain residual network,
     which cannot be reversed. In between lie the blends of Gal et al. (2025), of order 1. Reversing divides by a.
 
     Starts: ``"euler"`` Y1 = Y0 + h F(Y0), as the paper's prose; ``"paper"`` Y- = 0, so Y1 = 2h F(Y0), as its equation says.
+
+    >>> MidPoint(h=0.5, blend=0.25).coupling(0)
+    Coupling(carry=0.25, keep=0.75, gain=0.625, shift=2)
 
     Args:
         h: step size, positive.
@@ -362,11 +389,16 @@ class MidPoint(Scheme):
 
 
 class BDIA(MidPoint):
-    """Y+ = a Y- + (1 - a) Y + (1 + a) h F(Y) with a = ±blend, drawn for each sample and step: Zhang et al. (ICML 2025).
+    """The blended step with a drawn sign: Y+ = a Y- + (1 - a) Y + (1 + a) h F(Y), a = ±blend (Zhang et al., ICML 2025).
 
-    The mean over draws is the plain residual network Y + h F(Y). In eval mode that one runs, bit for bit: a plain network is
-    trained reversibly, and stays one. ``coupling`` gives the draw a = blend. Draws come from torch's RNG of the device. A draw
-    adds a times the difference of two neighbouring steps, so a small blend makes little noise and keeps more bits.
+    Signs are drawn for each sample and step from torch's RNG of the device. Their mean is the plain residual network Y + h
+    F(Y), which runs in eval mode, bit for bit: a plain network is trained reversibly, and stays one. A draw adds a times the
+    difference of two neighbouring steps. A small blend makes little noise and keeps more bits. ``coupling`` gives the draw a =
+    blend.
+
+    >>> branch, x = nn.Linear(4, 4), torch.randn(3, 4)
+    >>> torch.equal(ReversibleSequence([branch], BDIA()).eval()(x), x + branch(x))
+    True
 
     Args:
         h: step size; 1 for a plain residual network.
@@ -421,11 +453,14 @@ class BDIA(MidPoint):
 
 
 class Leapfrog(Scheme):
-    """Y+ = 2Y - Y- - h² F(Y): symmetric differences for Y'' = -F(Y) (paper, eq. 16).
+    """The step Y+ = 2Y - Y- - h² F(Y): symmetric differences for Y'' = -F(Y) (paper, eq. 16).
 
-    Starts: ``"taylor"`` Y1 = Y0 - h²/2 F(Y0), zero velocity, order 2; ``"meganet"`` Y(-1) = Y0, so Y1 = Y0 - h² F(Y0),
-    order 1; ``"paper"`` Y1 = 2 Y0 - h² F(Y0) as printed, which is an initial velocity Y0 / h.
-    Damping d gives Y+ = (2 - d) Y - (1 - d) Y- - h² F(Y).
+    Starts: ``"taylor"`` Y1 = Y0 - h²/2 F(Y0), zero velocity, order 2; ``"meganet"`` Y(-1) = Y0, so Y1 = Y0 - h² F(Y0), order 1;
+    ``"paper"`` Y1 = 2 Y0 - h² F(Y0) as printed, which is an initial velocity Y0 / h. Damping d gives Y+ = (2 - d) Y - (1 - d)
+    Y- - h² F(Y).
+
+    >>> Leapfrog(h=0.5).coupling(0)
+    Coupling(carry=-1.0, keep=2.0, gain=-0.25, shift=0)
     """
 
     starts = ("taylor", "meganet", "paper")
@@ -448,9 +483,12 @@ class Leapfrog(Scheme):
 
 
 class Momentum(Scheme):
-    """Y+ = (1 + γ) Y - γ Y- + (1 - γ) F(Y): the momentum network (Sander et al. 2021), started at rest.
+    """The momentum network's step Y+ = (1 + γ) Y - γ Y- + (1 - γ) F(Y), started at rest (Sander et al. 2021).
 
-    Reversing it divides by γ at every step and so amplifies rounding; the engine keeps anchors to bound that.
+    Reversing divides by γ at every step and so amplifies rounding. The engine keeps anchors to bound the error.
+
+    >>> Momentum(gamma=0.5).coupling(0)
+    Coupling(carry=-0.5, keep=1.5, gain=0.5, shift=1)
     """
 
     def __init__(self, gamma: float = 0.9, *, damping: float = 0.0) -> None:
@@ -482,3 +520,15 @@ SCHEMES: dict[str, type[Scheme]] = {
     "leapfrog": Leapfrog,
     "momentum": Momentum,
 }
+
+
+def create_scheme(name: str, **options: Any) -> Scheme:
+    """Return the scheme of this name in `SCHEMES`, built with those of the options that it takes and that are not None.
+
+    >>> create_scheme("midpoint", h=0.5, blend=0.25), create_scheme("additive", h=0.5)
+    (MidPoint(h=0.5, start='euler', blend=0.25), AdditiveCoupling())
+    """
+    if name not in SCHEMES:
+        raise unknown("scheme", name, SCHEMES)
+    taken = inspect.signature(SCHEMES[name]).parameters
+    return SCHEMES[name](**{key: value for key, value in options.items() if key in taken and value is not None})

@@ -1,7 +1,7 @@
-"""Vector-Jacobian products of the parts of a field, by the kernels that autograd itself would call, without a graph.
+"""VJPs of the parts of a field, by the kernels that autograd itself would call, without a graph.
 
-Where possible they write over what they are given and nobody else needs. `KnownField` is a field put together from such
-parts; the engine then needs no autograd for it and gets the same bits.
+Where possible they write over arguments that nobody else needs. `KnownField` is a field put together from such parts. The
+engine then needs no autograd for the field, and gets the same bits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from revode.operators import ACTIVATIONS, AntisymmetricConv, Bias, Conv, needs_f
 
 
 def _relu_slope(g: Tensor, output: Tensor) -> Tensor:
-    """g where output > 0; in the strides of output, as autograd returns it, so over g only if those are g's too."""
+    """Return g where output > 0, in the strides of output as autograd does; written over g only if g has these strides."""
     if g.stride() != output.stride():
         return torch.ops.aten.threshold_backward(g, output, 0)
     return torch.ops.aten.threshold_backward.grad_input(g, output, 0, grad_input=g)
@@ -33,7 +33,7 @@ SLOPES: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
     torch.sigmoid: lambda g, output: torch.ops.aten.sigmoid_backward.grad_input(g, output, grad_input=g),
     ACTIVATIONS["identity"]: lambda g, output: g,
 }
-"""σ -> the map (g, σ(a)) -> g σ'(a), written over g where it can be, by the kernels that autograd itself would call."""
+"""σ -> the map (g, σ(a)) -> g σ'(a), written over g where possible."""
 
 
 IN_PLACE: dict[Any, Callable[[Tensor], Tensor]] = {
@@ -49,7 +49,7 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def batch_norm(norm: nn.Module) -> Any:
-    """The norm, which must be batch norm; a known field with another is an error of whoever made that norm known."""
+    """Return the norm; fail if it is not batch norm."""
     if type(norm) not in _BATCH_NORMS:
         raise NotImplementedError(f"no product is written for the norm {type(norm).__name__}")
     return norm
@@ -63,75 +63,68 @@ Normalize = Callable[[nn.Module, Tensor], tuple[Tensor, Statistics]]
 
 
 class KnownField(nn.Module, abc.ABC):
-    """A field that can give its own vector-Jacobian product, which spares the engine an autograd graph.
+    """A field that can give its own VJP, which spares the engine an autograd graph.
 
-    ``value``, ``linearize`` and ``product`` return the bits that ``forward`` and autograd would; ``dtype`` is what
-    convolutions compute in, the state's or autocast's. The product is known for convolutions with biases or batch norm and
-    an activation whose slope follows from its value; everything else (other norms, hooks, frozen or parametrised weights)
-    goes through autograd.
+    ``value``, ``linearize`` and ``product`` return the bits that ``forward`` and autograd would. ``dtype`` is the dtype of
+    convolutions: the state's or autocast's. The product is known for convolutions with biases or batch norm and an activation
+    whose slope follows from its value. Everything else (other norms, hooks, frozen or parametrised weights) goes through
+    autograd.
     """
 
     operator: Any
     norm: Any
     activation: Callable[[Tensor], Tensor]
     ends_in_convolution = False
-    """Whether F(q) comes out of a convolution, so that what is compiled together with it leaves its bits alone."""
+    """True if F(q) comes out of a convolution: compiling a coupling together with it leaves its bits alone."""
 
     @abc.abstractmethod
     def value(self, q: Tensor, dtype: torch.dtype) -> Tensor:
-        """F(q) in `dtype` without a graph, as ``forward`` computes it, statistics included."""
+        """Return F(q) in `dtype` without a graph, as ``forward`` computes it, statistics included."""
 
     @abc.abstractmethod
     def linearize(
         self, q: Tensor, dtype: torch.dtype, normalize: Normalize, needs_value: bool = True
     ) -> tuple[Tensor | None, Record]:
-        """u = F(q) in `dtype` if wanted, and what ``product`` needs of it.
+        """Return u = F(q) in `dtype`, that of convolutions, and the record that ``product`` needs; `normalize` applies a norm.
 
-        Args:
-            q: the state.
-            dtype: what convolutions compute in; u comes in it.
-            normalize: how to apply a norm.
-            needs_value: whether u is wanted; if not, it may be None.
+        Without `needs_value` u may be None.
         """
 
     @abc.abstractmethod
     def product(self, q: Tensor, g: Tensor, record: Record) -> tuple[Tensor, list[Tensor]]:
-        """The products of g with the Jacobians by q and by each of ``tensors()``, in their dtypes.
+        """Return the VJPs of g by q and by each of ``tensors()``, in their dtypes.
 
-        Args:
-            q: the state.
-            g: a co-state of the same dtype and strides.
-            record: what ``linearize`` found at q; some of it may be written over.
+        g is a co-state of the dtype and strides of q. Some of `record`, from ``linearize`` at q, may be written over.
         """
 
     def vjp(
         self, q: Tensor, g: Tensor, dtype: torch.dtype, needs_value: bool
     ) -> tuple[Tensor | None, Tensor, list[Tensor]]:
-        """u = F(q) again, and ``product`` there; statistics stay where they are."""
+        """Return u = F(q) again, and ``product`` there. Running statistics stay as they are."""
         u, record = self.linearize(q, dtype, normalized, needs_value)
         return u, *self.product(q, g, record)
 
     def norms(self) -> list[Any]:
-        """The norms of this field in the order in which they act."""
+        """Return the norms of this field in the order in which they act."""
         return [norm for norm in (self._modules.get("lead"), self.norm) if norm is not None]
 
     def tensors(self) -> list[Tensor]:
-        """What ``product`` has products for, in its order: ``parameters()``, but without a walk over all modules."""
+        """Return ``parameters()`` in the order of ``product``, without a pass over all modules."""
         return [parameters[name] for parameters, name in self.slots()]
 
     def slots(self) -> list[tuple[dict[str, Any], str]]:
-        """Where those tensors are held: the parameters of a part, and a name among them."""
+        """Return where these tensors are held: the parameters of a part, and a name among them."""
         parts = [self._modules[name]._parameters for name in self._holders()]  # type: ignore[union-attr]
         return [(parameters, name) for parameters in parts for name, tensor in parameters.items() if tensor is not None]
 
     def _holders(self) -> list[str]:
-        """The names of the parts that have parameters, in the order in which they were given to this field."""
+        """Return the names of the parts that have parameters, in the order in which they were given to this field."""
         return [name for name, child in self._modules.items() if child is not None and child._parameters]
 
     def knows_vjp(self, dtype: torch.dtype) -> bool:
-        """Whether ``product`` applies to this field as it is now, to a state in `dtype`.
+        """Return True if ``product`` applies to this field as it is now, to a state in `dtype`.
 
-        What comes of several dtypes, or whether it is refused, is for the operations of ``forward`` to say.
+        The operations of ``forward`` decide about mixed dtypes: which one comes out, or an error.
         """
         children = [child for child in self._modules.values() if child is not None]
         tensors = self.tensors()
@@ -155,7 +148,7 @@ _ORDERS = (["operator", "norm"], ["operator", "lead", "norm"])
 
 @functools.cache
 def _gives_product_of_its_forward(kind: type) -> bool:
-    """Whether one class gives `kind` both methods; one that overrides ``forward`` alone has no product for it."""
+    """Return True if one class gives `kind` both methods. A class that overrides ``forward`` alone has no product for it."""
     forward, product = (next(base for base in kind.__mro__ if name in vars(base)) for name in ("forward", "product"))
     return forward is product
 
@@ -169,11 +162,11 @@ def _is_known(module: nn.Module) -> bool:
 
 
 _METHODS = frozenset("forward adjoint kernel convolve convolve_adjoint value linearize product".split())
-"""What a known field and its parts are called by."""
+"""Names of the methods that a known field and its parts are called by."""
 
 
 def _is_altered(module: nn.Module) -> bool:
-    """Whether hooks, or methods replaced on this instance, make a call differ from the class's own."""
+    """Return True if hooks, or methods replaced on this instance, make a call differ from the class's own."""
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     return bool(hooks) or not _METHODS.isdisjoint(vars(module))
 
@@ -181,7 +174,7 @@ def _is_altered(module: nn.Module) -> bool:
 def convolution_vjp(
     g: Tensor, x: Tensor, weight: Tensor, padding: tuple[int, ...], *, transposed: bool = False, bias: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The products of g with the Jacobians of a convolution by x, by its weight and (if asked) by its bias."""
+    """Return the VJPs of a convolution by x, by its weight and (if asked) by its bias."""
     ndim, dtype = x.dim() - 2, x.dtype
     sizes = [weight.shape[0]] if bias else None
     if wide := needs_float32(x, weight, dtype):
@@ -194,7 +187,7 @@ def convolution_vjp(
 
 
 def normalized(norm: nn.Module, x: Tensor) -> tuple[Tensor, Statistics]:
-    """N(x) of a bias or of batch norm in training mode, by autograd's own kernels; running statistics stay as they are."""
+    """Return N(x) of a bias or of batch norm in training mode, by autograd's own kernels. Running statistics stay."""
     if isinstance(norm, Bias):
         return norm(x), ()
     bn = batch_norm(norm)
@@ -203,7 +196,7 @@ def normalized(norm: nn.Module, x: Tensor) -> tuple[Tensor, Statistics]:
 
 
 def norm_product(norm: Any, x: Tensor, statistics: Statistics, g: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """The products of g with the Jacobians of N by x and by its parameters."""
+    """Return the VJPs of N by x and by its parameters."""
     if isinstance(norm, Bias):
         return g, [g.sum((0, *range(2, g.dim())))]
     weight, eps = batch_norm(norm).weight.to(statistics[0].dtype), norm.eps

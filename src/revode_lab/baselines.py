@@ -1,4 +1,4 @@
-"""The schemes written out in ordinary PyTorch, to compare the library with.
+"""Splitting schemes written out in ordinary PyTorch, to compare the library with.
 
 Nothing of the engine is used, so that agreement with it means something and a comparison with it is fair.
 """
@@ -17,63 +17,17 @@ from torch.utils.checkpoint import checkpoint
 
 from revode.engine import ReversibleSequence
 from revode.networks import StagedClassifier
-from revode.schemes import AdditiveCoupling, Leapfrog, MidPoint, Momentum, Scheme, State, Verlet
+from revode.schemes import AdditiveCoupling, State, Verlet
 
 Wrap = Callable[[ReversibleSequence, bool], nn.Module]
-"""(sequence, whether a pair is wanted) -> what runs its branches."""
-
-
-# One step of each scheme, from pair to pair; the first of a scheme on one tensor goes from (None, y).
-
-
-def _additive(scheme: Any, branches: Sequence[nn.Module], y: Tensor, z: Tensor) -> State:
-    f, g = branches
-    y = y + f(z)
-    return y, z + g(y)
-
-
-def _verlet(scheme: Any, branches: Sequence[nn.Module], y: Tensor, z: Tensor) -> State:
-    f, g = branches
-    y = torch.add(y, f(z), alpha=scheme.h)
-    return y, torch.sub(z, g(y), alpha=scheme.h)
-
-
-def _midpoint(scheme: Any, branches: Sequence[nn.Module], old: Tensor | None, y: Tensor) -> State:
-    (f,) = branches
-    if old is None:
-        return y, torch.add(y, f(y), alpha=scheme.h)
-    return y, torch.add(old, f(y), alpha=2 * scheme.h)
-
-
-def _leapfrog(scheme: Any, branches: Sequence[nn.Module], old: Tensor | None, y: Tensor) -> State:
-    (f,) = branches
-    if old is None:
-        return y, torch.sub(y, f(y), alpha=scheme.h**2 / 2)
-    return y, torch.sub(2 * y - old, f(y), alpha=scheme.h**2)
-
-
-def _momentum(scheme: Any, branches: Sequence[nn.Module], old: Tensor | None, y: Tensor) -> State:
-    (f,) = branches
-    drift = y if old is None else torch.lerp(old, y, 1 + scheme.gamma)
-    return y, torch.add(drift, f(y), alpha=1 - scheme.gamma)
-
-
-STEPS: dict[type[Scheme], Callable[..., State]] = {
-    AdditiveCoupling: _additive,
-    Verlet: _verlet,
-    MidPoint: _midpoint,
-    Leapfrog: _leapfrog,
-    Momentum: _momentum,
-}
+"""(sequence, return the final pair or not) -> module that runs its branches."""
 
 
 class PlainSequence(nn.Module):
-    """A scheme as anyone would write it, stored by autograd or recomputed in segments by ``torch.utils.checkpoint``.
+    """Additive or Verlet steps, stored by autograd or recomputed in segments by ``torch.utils.checkpoint``.
 
-    Args:
-        sequence: its branches are taken, and the numbers of its scheme, which has its default start and no damping.
-        pair: whether to return the final pair of a splitting scheme instead of joining it.
-        num_segments: checkpointed segments for a number of blocks; None to store everything.
+    `pair` returns the final pair instead of joining it; `num_segments` gives the checkpointed segments for a number of blocks,
+    None stores everything.
     """
 
     def __init__(
@@ -81,18 +35,19 @@ class PlainSequence(nn.Module):
     ) -> None:
         super().__init__()
         scheme = sequence.scheme
-        if scheme.damping or (scheme.starts and scheme.start != scheme.starts[0]):
-            raise ValueError(f"the plain baseline knows default starts without damping, got {scheme!r}")
+        if (
+            not isinstance(scheme, AdditiveCoupling | Verlet)
+            or scheme.damping
+            or scheme.start != (*scheme.starts, None)[0]
+        ):
+            raise ValueError(f"the plain baseline knows default starts of splitting schemes, undamped, got {scheme!r}")
         self.fields = nn.ModuleList(sequence.fields)
-        self.scheme, self.split_dim, self.pair = scheme, sequence.split_dim or 1, pair
-        self.num_segments = num_segments
+        self.h, self.sign = (scheme.h, -1.0) if isinstance(scheme, Verlet) else (1.0, 1.0)
+        self.split_dim, self.pair, self.num_segments = sequence.split_dim or 1, pair, num_segments
 
     def forward(self, x: Tensor | State) -> Tensor | State:
-        state: Any = x
-        if isinstance(x, Tensor):
-            state = x.chunk(2, dim=self.split_dim) if self.scheme.splits else (None, x)
-        width, fields = self.scheme.fields_per_step, list(self.fields)
-        blocks = [fields[i : i + width] for i in range(0, len(fields), width)]
+        state: Any = x.chunk(2, dim=self.split_dim) if isinstance(x, Tensor) else x
+        blocks = list(zip(self.fields[::2], self.fields[1::2], strict=True))
         if self.num_segments is None:
             state = self._run(blocks, *state)
         else:
@@ -100,15 +55,13 @@ class PlainSequence(nn.Module):
             for a, b in itertools.pairwise(round(i * len(blocks) / count) for i in range(count + 1)):
                 # No branch of these draws random numbers: keeping the generator's state would only slow the baseline down.
                 state = checkpoint(self._run, blocks[a:b], *state, use_reentrant=False, preserve_rng_state=False)
-        if self.scheme.splits and not self.pair:
-            return torch.cat(state, dim=self.split_dim)
-        return state if self.pair else state[1]
+        return state if self.pair else torch.cat(state, dim=self.split_dim)
 
-    def _run(self, blocks: Sequence[Sequence[nn.Module]], p: Tensor | None, q: Tensor) -> State:
-        state: Any = (p, q)
-        for branches in blocks:
-            state = STEPS[type(self.scheme)](self.scheme, branches, *state)
-        return state
+    def _run(self, blocks: Sequence[tuple[nn.Module, nn.Module]], y: Tensor, z: Tensor) -> State:
+        for f, g in blocks:
+            y = torch.add(y, f(z), alpha=self.h)
+            z = torch.add(z, g(y), alpha=self.sign * self.h)
+        return y, z
 
 
 BASELINES: dict[str, Wrap] = {
@@ -116,7 +69,7 @@ BASELINES: dict[str, Wrap] = {
     "checkpoint": partial(PlainSequence, num_segments=lambda num_blocks: num_blocks),
     "checkpoint-sqrt": partial(PlainSequence, num_segments=lambda num_blocks: max(1, round(math.sqrt(num_blocks)))),
 }
-"""Name -> what it puts in the place of a sequence."""
+"""Name -> module in the place of a sequence."""
 
 
 def replace_sequences(module: nn.Module, wrap: Wrap) -> nn.Module:

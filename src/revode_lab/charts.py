@@ -55,18 +55,14 @@ STYLE: dict[Any, Any] = {
 
 
 def chart_style() -> AbstractContextManager[None]:
-    """Inside, matplotlib draws in the style of all figures."""
+    """Return a context in which matplotlib draws in the style of all figures."""
     import matplotlib
 
     return matplotlib.rc_context(STYLE)
 
 
 def chart(**options: Any) -> Callable[[Callable[Concatenate[Any, P], None]], Callable[P, str]]:
-    """Decorate a function that draws on axes: it then returns the figure's markup.
-
-    Args:
-        options: Of the figure, such as ``figsize``.
-    """
+    """Decorate a function that draws on axes: it then returns the markup of a figure with these options."""
 
     def decorate(draw: Callable[Concatenate[Any, P], None]) -> Callable[P, str]:
         @functools.wraps(draw)
@@ -84,7 +80,7 @@ def chart(**options: Any) -> Callable[[Callable[Concatenate[Any, P], None]], Cal
 
 
 def svg(figure: Any) -> str:
-    """A matplotlib figure as SVG markup to stand inside a page; the same figure always gives the same markup."""
+    """Return a matplotlib figure as SVG markup to stand inside a page; equal figures give equal markup."""
     stream = io.StringIO()
     with chart_style():
         figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None})
@@ -98,14 +94,14 @@ def svg(figure: Any) -> str:
 
 
 def standalone(markup: str) -> str:
-    """A chart as a file of its own: with the namespaces and the colour that a page would give it."""
+    """Return a chart as a file of its own: with the namespaces and the colour that a page would give it."""
     names = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
     look = f'color="{INK}" font-family="DejaVu Sans, Verdana, sans-serif" stroke-linejoin="round"'
     return markup.replace("<svg ", f"<svg {names} {look} ", 1) + "\n"
 
 
 def look(index: int) -> dict[str, Any]:
-    """Colour and marker of the series at this index."""
+    """Return colour and marker of the series at this index."""
     return {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
 
 
@@ -144,30 +140,22 @@ def lines(
     log_y: bool = False,
     mark: bool = False,
     errors: Mapping[str, Sequence[float]] | None = None,
-    points: Sequence[str] = (),
     borders: Sequence[float] | None = None,
     levels: Mapping[str, float] | None = None,
-    from_zero: bool = False,
 ) -> None:
-    """Curves by name; a curve is broken where it is NaN. An axis of whole numbers has no ticks between them.
+    """Draw curves by name, broken at NaN. An axis of whole numbers has no ticks between them.
 
     Args:
-        axes: Where to draw.
-        series: Name -> x and y.
-        xlabel: Under the x axis.
-        ylabel: Beside the y axis.
-        log_x: Whether x is logarithmic, with a tick at each of its values.
-        log_y: Whether y is logarithmic where its values span a factor of four.
-        mark: Whether every point has a marker.
+        log_x: x is logarithmic, with a tick at each of its values.
+        log_y: y is logarithmic where its values span a factor of four.
+        mark: Every point has a marker.
         errors: Name -> half the length of the bar at each point.
-        points: Names whose points are marked and not joined.
-        borders: Where thin lines stand on an axis of whole numbers.
+        borders: Places of thin lines on an axis of whole numbers.
         levels: Name -> height of a line across; the axis then starts at 0.
-        from_zero: Whether both axes start at 0.
     """
     for index, (name, (x, y)) in enumerate(series.items()):
-        style = look(index) | {"linestyle": "none" if name in points else "-" if index < len(COLOURS) else "--"}
-        style |= {"markersize": 4} if mark or name in points or len(x) < 3 else {"marker": None}
+        style = look(index) | {"linestyle": "-" if index < len(COLOURS) else "--"}
+        style |= {"markersize": 4} if mark or len(x) < 3 else {"marker": None}
         axes.errorbar(x, y, yerr=(errors or {}).get(name), capsize=3 if errors else 0, label=name, **style)
     axes.set(xlabel=xlabel, ylabel=ylabel)
     for border in borders or ():
@@ -187,13 +175,12 @@ def lines(
     if log_y and positive and max(positive) > 4 * min(positive):
         axes.set_yscale("log")
         plain_numbers(axes.yaxis, positive)
-    elif from_zero:
-        axes.set(xlim=(0, None), ylim=(0, None))
     elif not levels:
         _span(axes, values)
-    if len(series) > 3:  # too many to leave room for the curves
-        axes.figure.set_figheight(axes.figure.get_figheight() + 0.11 * len(series))
-        axes.figure.legend(loc="outside lower center", ncols=2)
+    wide = max(map(len, series), default=0) > 36
+    if len(series) > 3 or (len(series) > 1 and wide):  # a legend that would lie on the curves
+        axes.figure.set_figheight(axes.figure.get_figheight() + (0.22 if wide else 0.11) * len(series))
+        axes.figure.legend(loc="outside lower center", ncols=1 if wide else 2)
     elif len(series) + len(levels or ()) > 1:
         axes.legend()
 
@@ -212,18 +199,14 @@ def bars(
     marks_name: str = "",
     largest: float | None = None,
 ) -> None:
-    """A bar for each name.
+    """Draw a bar for each name.
 
     Args:
-        axes: Where to draw.
-        values: Name -> length.
-        label: Under the axis.
-        unit: Behind each number.
+        unit: Unit behind each number.
         highlight: The bar in full colour, if the others are to be pale.
-        name: Of the bars, in the legend.
+        name, marks_name: Names of bars and marks in the legend.
         deviations: Half the length of an error bar at each.
         marks: Name -> a value to mark beside the bar.
-        marks_name: Of the marks, in the legend.
         largest: The end of the axis; a little beyond the longest bar unless given.
     """
     names, numbers = list(values), list(values.values())
@@ -246,7 +229,7 @@ def bars(
 
 
 def pictures(rows: Sequence[Sequence[tuple[Any, str]]]) -> str:
-    """Rows of images (tensors of channels, height and width), each under its caption.
+    """Draw rows of images (tensors of channels, height and width), each under its caption.
 
     An image of three channels has its colours, as bytes or as fractions of 1. One channel is drawn in grey, from its least to
     its largest value.
@@ -274,7 +257,7 @@ def pictures(rows: Sequence[Sequence[tuple[Any, str]]]) -> str:
 
 @chart(figsize=(5.4, 5.0))
 def shares(axes: Any, counts: Sequence[Sequence[int]], names: Sequence[str], across: str, down: str) -> None:
-    """A matrix of counts, shaded by their share of the row; where there is nothing, the page shows through."""
+    """Draw a matrix of counts, shaded by their share of the row."""
     import numpy
     from matplotlib.colors import to_rgb
 
@@ -293,7 +276,7 @@ def shares(axes: Any, counts: Sequence[Sequence[int]], names: Sequence[str], acr
 
 @chart(figsize=(5.4, 3.8))
 def eigenvalues(axes: Any, series: Mapping[str, Points]) -> None:
-    """Clouds of eigenvalues in the complex plane, as real and imaginary parts."""
+    """Draw clouds of eigenvalues in the complex plane, as real and imaginary parts."""
     axes.axvline(0.0, color=INK, linewidth=0.8)
     for index, (name, (real, imaginary)) in enumerate(series.items()):
         axes.scatter(real, imaginary, s=14, linewidths=0.9, alpha=0.75, label=name, **look(index))

@@ -39,14 +39,14 @@ class Parser(argparse.ArgumentParser):
         self.error(f"unknown {kind} {word}{_hint(near)}")
 
     def flags(self) -> list[str]:
-        """Its long flags, and those of the commands below it."""
+        """Return its long flags, and those of the commands below it."""
         below = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
         own = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
         return own + [flag for action in below for parser in action.choices.values() for flag in parser.flags()]
 
 
 def build_parser(command: str | None = None) -> tuple[Parser, dict[str, Parser]]:
-    """The parser, and those of the subcommands; only `command`'s own arguments are loaded."""
+    """Return the parser, and those of the subcommands; only `command`'s own arguments are loaded."""
     parser = Parser(
         prog="revode",
         description="Train residual networks of any depth in the activation memory of one block.",
@@ -68,7 +68,7 @@ def build_parser(command: str | None = None) -> tuple[Parser, dict[str, Parser]]
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The arguments; what is wrong with them ends the process with code 2 and one sentence."""
+    """Return the arguments; what is wrong with them ends the process with code 2 and one sentence."""
     first = next((word for word in argv if not word.startswith("-")), None)
     parser, subparsers = build_parser(first if first in COMMANDS else None)
     if first is not None and first not in COMMANDS:
@@ -110,7 +110,7 @@ def _hint(near: list[str]) -> str:
 
 
 def _sentence(error: Exception) -> str:
-    """What went wrong; of the system's own errors without their numbers."""
+    """Return the message of an error; of the system's own errors without their numbers."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return str(error)

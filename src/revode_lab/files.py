@@ -25,7 +25,7 @@ def write_json(path: Path, values: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The values in `path`, or None if it does not exist."""
+    """Return the values in `path`, or None if it does not exist."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -35,7 +35,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_json_lines(path: Path) -> list[Any]:
-    """The values in a file with one JSON value a line; a line cut short by a crash is left out, no file has no lines."""
+    """Return the values in a file with one JSON value a line; a line cut short by a crash is left out, no file has no lines."""
     rows = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         with contextlib.suppress(ValueError):
@@ -79,14 +79,14 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def umask() -> int:
-    """The process's file mode mask; it can only be read by setting it."""
+    """Return the process's file mode mask; it can only be read by setting it."""
     mask = os.umask(0)
     os.umask(mask)
     return mask
 
 
 def human_bytes(count: float) -> str:
-    """A number of bytes with three digits, as B, kB, MB, GB or TB."""
+    """Return a number of bytes with three digits, as B, kB, MB, GB or TB."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 999.5:
             return f"{count:.3g} {unit}"
@@ -95,7 +95,7 @@ def human_bytes(count: float) -> str:
 
 
 def human_time(seconds: float) -> str:
-    """A duration as s, min or h."""
+    """Return a duration as s, min or h."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     if seconds < 6000:
@@ -104,12 +104,12 @@ def human_time(seconds: float) -> str:
 
 
 def human_range(seconds: float) -> str:
-    """An estimate of a duration, which other programs and other networks may miss by a factor of 1.5."""
+    """Return an estimate of a duration, which other programs and other networks may miss by a factor of 1.5."""
     return f"{human_time(seconds / 1.5)} to {human_time(1.5 * seconds)}"
 
 
 def versions() -> dict[str, str]:
-    """Name -> version of what computes."""
+    """Return name -> version of the packages that compute."""
     import numpy
     import torch
 
@@ -124,7 +124,7 @@ def versions() -> dict[str, str]:
 
 
 def machine(device: Any = "cpu") -> dict[str, Any]:
-    """The hardware that computes on `device`, in words and numbers."""
+    """Return the hardware that computes on `device`, in words and numbers."""
     import torch
 
     found = {
@@ -139,7 +139,7 @@ def machine(device: Any = "cpu") -> dict[str, Any]:
 
 
 def processor() -> str:
-    """The CPU's name, its widest vector instructions and the memory, as far as the system tells."""
+    """Return the CPU's name, its widest vector instructions and the memory, as far as the system tells."""
     import torch
 
     name, memory = platform.processor() or platform.machine(), ""
@@ -152,7 +152,7 @@ def processor() -> str:
 
 
 def commit() -> str | None:
-    """The commit of this source tree, with ``-dirty`` if files differ from it; None outside a repository."""
+    """Return the commit of this source tree, with ``-dirty`` if files differ from it; None outside a repository."""
     here = Path(__file__).resolve()
     try:
         # An installed copy may lie in some other project's repository, whose commit would say nothing about it.

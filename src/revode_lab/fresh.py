@@ -54,7 +54,7 @@ def reset_peak() -> int:
 
 
 def peak() -> int:
-    """The peak resident set in bytes: of this program where the system tells (``VmHWM``).
+    """Return the peak resident set in bytes: of this program where the system tells (``VmHWM``).
 
     ``ru_maxrss``, which stands in elsewhere, begins at the peak of the program that started this one.
     """

@@ -28,16 +28,11 @@ _NUMBER = re.compile(r"[-+−]?[\d.,]+([eE×][-+\d]+)?\s?(%|[kMGT]?i?B|s|ms|x|×
 class Page:
     """Collects blocks in order and renders them as one HTML document; all text is escaped.
 
-    Args:
-        title: Heading of the page and title of the window.
-        subtitle: A line under the heading.
-        refresh: Seconds after which an open page loads itself anew; 0: never.
+    `refresh` is the number of seconds after which an open page loads itself anew; 0: never.
     """
 
     def __init__(self, title: str, subtitle: str = "", refresh: int = 0) -> None:
-        self.title = title
-        self.refresh = refresh
-        self.subtitle = subtitle
+        self.title, self.subtitle, self.refresh = title, subtitle, refresh
         self._blocks: list[dict[str, Any]] = []
 
     def _add(self, kind: str, **content: Any) -> None:
@@ -65,13 +60,7 @@ class Page:
         self._add("table", header=header, rows=cells, caption=caption, numeric=numeric)
 
     def figure(self, svg: str, caption: str, alt: str) -> None:
-        """Add an inline figure; figures that follow each other stand side by side where there is room.
-
-        Args:
-            svg: Markup from `revode_lab.charts`.
-            caption: What the reader should see in it.
-            alt: The same for a reader who cannot see it.
-        """
+        """Add an inline figure from `revode_lab.charts`; `alt` is its description for a reader who cannot see it."""
         number = sum(block["kind"] == "figure" for block in self._blocks) + 1
         svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>f{number}-", svg)  # figures do not refer to each other's parts
         svg = svg.replace("<svg ", f'<svg role="img" aria-label="{html.escape(alt)}" ', 1)
@@ -82,7 +71,7 @@ class Page:
         self._add("details", summary=summary, text=text)
 
     def render(self) -> str:
-        """The document."""
+        """Return the document."""
         from jinja2 import Environment
 
         environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)

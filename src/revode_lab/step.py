@@ -1,4 +1,4 @@
-"""A training step without its optimizer: what it keeps, how long it takes, and the peak memory of its process."""
+"""A training step without its optimizer: its bytes kept, its time, and the peak memory of its process."""
 
 from __future__ import annotations
 
@@ -23,22 +23,21 @@ SEED = 0
 
 
 def clock(action: Callable[[], object]) -> float:
-    """Seconds of one call."""
+    """Return the seconds of one call."""
     start = time.perf_counter()
     action()
     return time.perf_counter() - start
 
 
 class Step:
-    """Forward and backward of the mean square of a module's output, on random inputs that are always the same.
+    """Forward and backward of the mean square of a module's output, on seeded random inputs.
 
     Args:
-        module: What to run. A sequence gets an input that needs a gradient, as in the middle of a network.
-        shape: Of a sample.
-        batch: Samples.
-        dtype: Of parameters and input; autocast needs float32.
-        layout: ``"contiguous"`` or ``"channels_last"``, of kernels, and of the images or features that come in.
+        module: A sequence gets an input that needs a gradient, as in the middle of a network.
+        shape: Shape of a sample.
+        layout: One of `LAYOUTS`, of kernels, and of the images or features that come in.
         autocast: Run under autocast to bfloat16, beside parameters in float32.
+        wrap: Replaces the module after its parameters were listed, so that all wrappings share their order.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class Step:
     ) -> None:
         self.shape, self.dtype, self.layout, self.autocast = shape, dtype, layout, autocast
         self.has_gradient_of_input = isinstance(module, ReversibleSequence)
-        self.parameters = list(module.parameters())  # before it is wrapped: in an order that all wrappings share
+        self.parameters = list(module.parameters())
         self.module = wrap(module).to(dtype)
         if layout == "channels_last":
             self.module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -100,12 +99,8 @@ class Step:
     def cost(self, num_timed: int = 1, *, warm_up: Tensor | None = None) -> dict[str, Any]:
         """Return parameters, bytes kept for backward, seconds, and the growth of this process's peak.
 
-        A step of one sample comes first: it loads code, fills caches and makes room for gradients. The peak of the real
-        steps above what is resident then is the footprint; what the allocator keeps of that one sample is missing from it.
-
-        Args:
-            num_timed: Steps to take.
-            warm_up: The batch of the first step; one sample unless given.
+        A step of one sample, or of `warm_up`, comes first: it loads code, fills caches and makes room for gradients. The
+        footprint is the peak of the real steps above the resident size then.
         """
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -124,16 +119,7 @@ class Step:
 def network_cost(
     name: str, options: dict[str, Any], batch: int, strategy: str, threads: int, num_timed: int = 1
 ) -> dict[str, Any]:
-    """Return what a step of a named network costs in this process, under a strategy.
-
-    Args:
-        name: The network.
-        options: Its options.
-        batch: Images of a step.
-        strategy: ``reversible``, or one of `BASELINES`.
-        threads: CPU threads of torch.
-        num_timed: Steps to time.
-    """
+    """Return the cost of a step of a named network in this process, ``reversible`` or by one of `BASELINES`."""
     torch.set_num_threads(threads)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from workloads import Workload, attention, momentum, network, stage
+from workloads import Workload, attention, network, stage
 
 TINY = {
     workload.name: workload
     for workload in (
         Workload(name="tiny-stage", title="", make=stage, batch=2, options={"channels": 8, "size": 6, "depth": 3}),
-        Workload(
-            name="tiny-momentum", title="", make=momentum, batch=2, options={"channels": 4, "size": 6, "depth": 8}
-        ),
         Workload(
             name="tiny-attention",
             title="",
@@ -20,8 +17,6 @@ TINY = {
             options={"width": 8, "tokens": 5, "pairs": 2, "heads": 2},
         ),
         Workload(name="tiny-hamiltonian", title="", make=network, batch=2, options={"name": "hamiltonian-26"}),
-        Workload(name="tiny-leapfrog", title="", make=network, batch=2, options={"name": "leapfrog-20"}),
-        Workload(name="tiny-midpoint", title="", make=network, batch=2, options={"name": "midpoint-20"}),
     )
 }
 

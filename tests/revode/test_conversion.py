@@ -278,7 +278,11 @@ def test_states_of_a_model_in_bfloat16_are_in_float32() -> None:
         ),
         (lambda: revode.convert(nn.Linear(3, 3), "x"), "Linear has no nn.ModuleList or nn.Sequential of blocks"),
         (lambda: revode.convert(nn.Linear(3, 3)), "Linear has no nn.ModuleList or nn.Sequential of blocks"),
-        (lambda: revode.convert(nn.Sequential(nn.Linear(3, 3)), "x"), r"choose one of ''$"),
+        (lambda: revode.convert(nn.Sequential(nn.Linear(3, 3)), "x"), r"choose one of '' \(the model itself\)$"),
+        (
+            lambda: revode.convert(nn.ModuleDict({"enc": nn.ModuleList([encoder().layers, encoder().layers])}), "enc"),
+            r"'enc' is a list of lists, which cannot be called: give the paths of those, as \['enc.0', 'enc.1'\]",
+        ),
         (
             lambda: revode.convert(nn.ModuleDict({name: encoder() for name in "ab"})),
             r"does not tell which.*a list of paths.*'a.layers', 'b.layers'",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 
@@ -23,11 +24,19 @@ def variants(name: str) -> list[Scheme]:
     """The scheme of this name with every start and with and without damping."""
     kind = SCHEMES[name]
     starts = [{"start": start} for start in kind.starts] or [{}]
-    return [kind(**start, damping=damping) for start in starts for damping in DAMPINGS]
+    dampings = [{"damping": damping} for damping in DAMPINGS] if takes(name, "damping") else [{}]
+    return [kind(**start, **damping) for start in starts for damping in dampings]
+
+
+def takes(name: str, parameter: str) -> bool:
+    """Return True if the scheme of this name has this parameter."""
+    return parameter in inspect.signature(SCHEMES[name]).parameters
 
 
 BLENDS = [MidPoint(0.1, blend=a, start=start) for a in (-1.0, -0.5, 0.5, 0.8) for start in ("euler", "paper")]
 VARIANTS = [*(scheme for name in SCHEMES for scheme in variants(name)), *BLENDS]
+DESIGNED = [s for s in VARIANTS if isinstance(s, Verlet | AdditiveCoupling | MidPoint | Leapfrog | Momentum)]
+"""Schemes whose formulas `reference_steps` has."""
 
 
 def width(scheme: Scheme, channels: int) -> int:
@@ -100,7 +109,7 @@ def reference_steps(scheme: Scheme, fields: list[Callable[[Tensor], Tensor]], x:
     return Y
 
 
-@pytest.mark.parametrize("scheme", VARIANTS, ids=repr)
+@pytest.mark.parametrize("scheme", DESIGNED, ids=repr)
 @pytest.mark.parametrize("steps", [1, 2, 5])
 def test_steps_are_the_formulas_of_the_design(scheme: Scheme, steps: int) -> None:
     x = torch.randn(3, 4, dtype=torch.float64)
@@ -161,9 +170,10 @@ def test_the_check_catches_a_wrong_order() -> None:
 
 @pytest.mark.parametrize("scheme", VARIANTS, ids=repr)
 def test_exact_invertibility_is_a_carry_of_magnitude_one_or_one_half(scheme: Scheme) -> None:
-    expected = scheme.damping == 0.0 and not isinstance(scheme, Momentum) and "0.8" not in repr(scheme)
-    assert scheme.invertible_exactly is expected
-    assert (abs(scheme.carry) in (1.0, 0.5)) is expected
+    assert scheme.invertible_exactly is (abs(scheme.carry) in (1.0, 0.5))
+    if scheme in DESIGNED:
+        expected = scheme.damping == 0.0 and not isinstance(scheme, Momentum) and "0.8" not in repr(scheme)
+        assert scheme.invertible_exactly is expected
 
 
 @pytest.mark.parametrize("blend", [-1.1, 2, float("nan"), "0.5", None, True])
@@ -224,14 +234,14 @@ def test_splitting_schemes_halve_any_dimension(dim: int) -> None:
         assert state[0].shape[dim] == x.shape[dim] // 2
 
 
-@pytest.mark.parametrize("name", [name for name, kind in SCHEMES.items() if kind not in (AdditiveCoupling, Momentum)])
+@pytest.mark.parametrize("name", [name for name in SCHEMES if takes(name, "h")])
 @pytest.mark.parametrize("h", [0.0, -0.1, float("nan"), float("inf"), "0.1", None])
 def test_a_step_size_that_is_not_positive_is_named(name: str, h: object) -> None:
     with pytest.raises(ValueError, match=f"h must be a positive number, got {h!r}"):
         SCHEMES[name](h)
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", [name for name in SCHEMES if takes(name, "damping")])
 @pytest.mark.parametrize("damping", [1.0, -0.1, 2.0, float("nan"), "0", None])
 def test_damping_out_of_range_is_named(name: str, damping: object) -> None:
     with pytest.raises(ValueError, match=rf"damping must lie in \[0, 1\), got {damping!r}"):

@@ -30,6 +30,9 @@ def test_values_that_hardly_change_are_not_magnified() -> None:
     assert max(across) - min(across) > 0.1
 
 
-def test_both_axes_start_at_zero_on_request() -> None:
-    markup = lines({"store": ([340.0], [650.0]), "revode": ([55.0], [790.0])}, "MB", "ms", from_zero=True)
-    assert labels(markup).count(0.0) == 2
+def test_a_legend_of_long_names_stands_below_the_curves() -> None:
+    def height(name: str) -> float:
+        markup = lines({f"{name} {i}": ([1, 2], [1.0, 2.0]) for i in range(2)}, "step", "growth")
+        return float(re.search(r'viewBox="0 0 \S+ (\S+)"', markup)[1])  # type: ignore[index]
+
+    assert height("hamiltonian-74, change to the next block's weights") > height("short")

@@ -1,11 +1,11 @@
-"""Does the walk back end where forward began? A few numbers kept of a state tell.
+"""Check that the walk back ends where forward began, by a few numbers kept of a state.
 
 Forward keeps a fingerprint of the state that enters a segment: 32 sums of its elements with pseudo-random signs. The walk back
-arrives at that state again, and the distance of the two fingerprints estimates the distance of the states, in the L2 norm. On
-the grid the sums are exact, so there the fingerprints are equal or the walk was wrong.
+arrives at that state again. The distance of the two fingerprints estimates the distance of the states, in the L2 norm. On the
+grid the sums are exact: there the fingerprints are equal, or the walk was wrong.
 
-What is found on a CPU is judged at once. Elsewhere numbers are copied to the host without waiting, and judged by the next call
-of a sequence, or by `check`.
+On a CPU the numbers are judged at once. Elsewhere they are copied to the host without waiting, and judged by the next call of a
+sequence, or by `check`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ class DriftWarning(UserWarning):
 
 
 def _signs(number: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Fixed pseudo-random signs: a bit of a hash of each place."""
     i = (torch.arange(1, number + 1, device=device) * 0x9E3779B1) & 0xFFFFFFFF
     i = ((i ^ (i >> 15)) * 0x85EBCA77) & 0xFFFFFFFF
     return (1 - 2 * ((i ^ (i >> 13)) & 1)).to(dtype)
@@ -47,11 +46,10 @@ _signs_again = functools.lru_cache(maxsize=64)(_signs)
 
 
 def fingerprint(x: Tensor, exactly: bool) -> Tensor:
-    """32 sums of the elements of x with fixed signs; the distance of two such is that of the tensors, in expectation.
+    """Return 32 sums of the elements of x with fixed signs. The distance of two fingerprints is that of the tensors, in
+    expectation.
 
-    Args:
-        x: a dense tensor; elements are taken as they lie in memory.
-        exactly: whether to sum without rounding, for states on the grid.
+    `exactly` sums without rounding, for states on the grid.
     """
     signs = _signs if torch.compiler.is_compiling() else _signs_again
     flat = elements(x)
@@ -70,38 +68,37 @@ def fingerprint(x: Tensor, exactly: bool) -> Tensor:
 
 
 def elements(x: Tensor) -> Tensor:
-    """The elements of x that this process holds in one row: as they lie in memory, where they lie there without gaps."""
+    """Return the elements of x that this process holds in one row; in the order of memory if they lie there without gaps."""
     x = own_part(x.detach())
     dense = not torch.compiler.is_compiling() and torch.ops.aten.is_non_overlapping_and_dense(x)
     return x.as_strided((x.numel(),), (1,)) if dense else x.reshape(-1)
 
 
 def own_part(x: Tensor) -> Tensor:
-    """The part of a distributed tensor that this process holds; any other tensor as it is."""
+    """Return the part of a distributed tensor that this process holds, or any other tensor itself."""
     return x.to_local() if hasattr(x, "to_local") else x  # type: ignore[attr-defined]
 
 
 def size(x: Tensor) -> Tensor:
-    """About ‖x‖, from every n-th element. A fingerprint can be far smaller, where equal parts of x have opposite signs."""
+    """Estimate ‖x‖ from every n-th element. A fingerprint can be far smaller, where equal parts of x have opposite signs."""
     flat = elements(x)
     every = 1 if torch.compiler.is_compiling() else max(1, flat.numel() // _ROW)
     return torch.linalg.vector_norm(flat[::every].float() if flat.dtype.itemsize < 4 else flat[::every]) * every**0.5
 
 
 def distance(now: Tensor, then: Tensor, arrived: Tensor, floor: Tensor) -> Tensor:
-    """‖now - then‖ of two fingerprints, relative to the tensor; a tensor smaller than `floor` counts as one of that size."""
+    """Return ‖now - then‖ of two fingerprints, relative to the tensor, or to `floor` if the tensor is smaller."""
     scale = torch.maximum(torch.linalg.vector_norm(then), size(arrived).to(then.dtype)) + floor.to(then.dtype)
     return torch.linalg.vector_norm(now - then) / scale
 
 
 def rounding(dtype: torch.dtype, num_branches: int) -> float:
-    """The size of a state, in sizes of later ones, below which rounding alone could look like a wrong walk."""
+    """Return the size of a state, relative to later ones, below which rounding alone could look like a wrong walk."""
     threshold = min(WARN_ABOVE, largest_distance(dtype, exactly=False))
     return min(0.01, num_branches * torch.finfo(dtype).eps / threshold)
 
 
 def largest_distance(dtype: torch.dtype, exactly: bool) -> float:
-    """The distance above which a walk back was wrong."""
     return 0.0 if exactly else RAISE_ABOVE.get(dtype, RAISE_ABOVE_OTHERWISE)
 
 
@@ -113,14 +110,13 @@ _CAUSES = (
 
 
 def judge(distances: list[float], dtype: torch.dtype, exactly: bool, where: str, warned: Callable[[], bool]) -> None:
-    """Raise or warn, if the distances of a segment's first state and of its first branch's value are too large.
+    """Raise or warn if the distances of a segment's first state and of its first branch's value are too large.
 
     Args:
-        distances: relative distances; one that is not a number says nothing (states were not finite).
-        dtype: of the states.
+        distances: relative distances; NaN is ignored (states were not finite).
         exactly: whether states were on the grid.
         where: the segment, for the message.
-        warned: called before a warning; whether the sequence has warned before.
+        warned: called before a warning; returns True if the sequence has warned before.
     """
     found = max((d for d in distances if d == d), default=0.0)
     if found > largest_distance(dtype, exactly):
@@ -143,7 +139,7 @@ def judge(distances: list[float], dtype: torch.dtype, exactly: bool, where: str,
 
 
 def can_be_judged(x: Tensor) -> bool:
-    """Whether x has numbers to look at: not on the meta device, fake, or inside a transform of ``torch.func``."""
+    """Return True if x has numbers to look at: not on the meta device, fake, or inside a transform of ``torch.func``."""
     if torch.compiler.is_compiling():
         return True
     return not (x.is_meta or isinstance(x, FakeTensor) or torch._C._are_functorch_transforms_active())
@@ -168,17 +164,19 @@ def post(numbers: Tensor, verdict: Callable[[list[float]], None]) -> None:
 
 
 def check_arrived() -> None:
-    """Judge what has reached the host by now, without waiting."""
+    """Judge the numbers that have reached the host by now, without waiting."""
     while _pending and (_pending[0][1] is None or _pending[0][1].query()):
         host, _, verdict = _pending.popleft()
         verdict(host.tolist())
 
 
 def check() -> None:
-    """Wait for the device, and raise what the checks of all calls so far have found.
+    """Wait for the device, and raise the errors that the checks of all calls so far have found.
 
-    On a CPU there is nothing to wait for: the calls themselves raise. Elsewhere a walk back that went wrong, or a state out of
-    the range of the grid, is noticed by the next call of a sequence; call this before you save a model.
+    On a CPU the calls themselves raise. Elsewhere the next call of a sequence raises if a walk back went wrong, or if a state
+    left the range of the grid. Call this before you save a model.
+
+    >>> check()
     """
     while _pending:
         host, event, verdict = _pending.popleft()

@@ -1,6 +1,6 @@
 """Ways to evaluate a branch: `Replayed` for any module, `Known` for a field that gives its own VJP.
 
-Each has ``value(q)`` for forward and ``vjp(q, g)`` for backward; it is chosen once for each branch of a forward pass. (Compiled
+Each has ``value(q)`` for forward and ``vjp(q, g)`` for backward; one is chosen for each branch of a forward pass. (Compiled
 fields run together with their coupling, see ``step``.)
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import operator
 import sys
 import warnings
@@ -20,11 +21,11 @@ from torch.autograd import Variable
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 
+from revode.engine.call import Arguments, Autocast, Settings, alias, look_into, tensor_leaves, versions_of
 from revode.engine.grid import Grid, RangeFlags, with_strides
 from revode.engine.inspection import Contents, contents_of, hooks_hear_every_module, is_sharded, keywords_of
 from revode.engine.randomness import Streams
-from revode.engine.replay import Call, Record, version_of, versions_of
-from revode.engine.settings import Autocast, Settings
+from revode.engine.replay import Call, Record
 from revode.memory import adds, graph_leaves
 from revode.schemes import Coupling, Factor, is_number, times
 from revode.vjp import KnownField
@@ -33,94 +34,21 @@ _FAILURES = (AssertionError, IndexError, RuntimeError, TypeError, ValueError)
 
 
 class BranchError(ValueError, RuntimeError):
-    """A branch failed, or broke a rule; says which, and on what. Caught as `ValueError` or as torch's `RuntimeError`."""
+    """A branch failed, or broke a rule. The message names the branch. Caught as `ValueError` or as torch's `RuntimeError`."""
 
 
 class BranchTypeError(BranchError, TypeError):
     """A branch was called in a way it does not understand; caught as `TypeError`, too."""
 
 
-def tensor_leaves(tree: Any) -> list[Tensor]:
-    """Return the tensors in a nest of dicts, lists and tuples."""
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-class Template:
-    """A nest of dicts, lists and tuples without its tensors, to be filled with others.
-
-    Args:
-        tree: the nest.
-    """
-
-    def __init__(self, tree: Any) -> None:
-        leaves, self._spec = pytree.tree_flatten(tree)
-        self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        self._leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-
-    def __len__(self) -> int:
-        """Return how many tensors it takes."""
-        return len(self._places)
-
-    def fill(self, tensors: Sequence[Tensor]) -> Any:
-        """Return the nest around these tensors, which come in the order of ``tensor_leaves``."""
-        leaves = list(self._leaves)
-        for place, tensor in zip(self._places, tensors, strict=True):
-            leaves[place] = tensor
-        return pytree.tree_unflatten(leaves, self._spec)
-
-
-class Arguments:
-    """The keyword arguments of a call: what a branch is given in forward, and again in backward.
-
-    Args:
-        kwargs: keyword arguments.
-    """
-
-    def __init__(self, kwargs: dict[str, Any]) -> None:
-        self.given = bool(kwargs)
-        self.tensors: list[Tensor] = []
-        """The tensors among them, detached: what a walk keeps."""
-        self.trained: list[Tensor] = []
-        """Those that require a gradient, until the walk has nodes for them."""
-        if kwargs:
-            self._template, leaves = Template(kwargs), tensor_leaves(kwargs)
-            self.trained = [leaf for leaf in leaves if leaf.requires_grad]
-            self._at = [i for i, leaf in enumerate(leaves) if leaf.requires_grad]
-            self.tensors = [leaf.clone() if leaf.is_inference() else leaf.detach() for leaf in leaves]
-            self.versions = [version_of(tensor) for tensor in self.tensors]
-
-    def detached(self) -> dict[str, Any]:
-        """Return the keyword arguments around detached tensors."""
-        return self._template.fill(self.tensors) if self.given else {}
-
-    def tracked(self, wanted: bool) -> tuple[dict[str, Any], list[Tensor]]:
-        """Return the keyword arguments around new leaves, and those of the leaves to differentiate for."""
-        if not self.given:
-            return {}, []
-        tensors = list(self.tensors)
-        for i in self._at:
-            tensors[i] = tensors[i].detach().requires_grad_(wanted)
-        return self._template.fill(tensors), [tensors[i] for i in self._at]
-
-    def check_unchanged(self) -> None:
-        """Raise if a tensor among the arguments is no longer that of forward."""
-        if self.given and [version_of(tensor) for tensor in self.tensors] != self.versions:
-            raise RuntimeError(
-                "a keyword argument of a reversible branch was modified in place between forward and backward: its gradient "
-                "would be that of another input; call backward first, or pass a copy"
-            )
-
-
 class Context:
-    """What the branches of one forward pass share.
+    """The things that the branches of one forward pass share.
 
     Args:
-        device: where the states live.
-        grid: the grid that states live on, for exact reversing.
         keeps_aux: whether the aux of branches that return ``(u, aux)`` is wanted.
         compiled: whether fields that give their own VJP run compiled.
-        hint: what to say of the state when a branch fails on it.
-        warned: what the owner of the branches has been warned of.
+        hint: ends the message of a failing branch.
+        warned: topics of which the owner of the branches has been warned.
     """
 
     def __init__(
@@ -140,8 +68,12 @@ class Context:
         self.traced = torch.compiler.is_compiling()
         self.autocast = Autocast(device.type)
         self.settings: Any = None if self.traced else Settings()
-        self.streams: Any = None if self.traced else Streams()
         self.flags = None if grid is None else RangeFlags(grid)
+
+    @functools.cached_property
+    def streams(self) -> Streams:
+        """Return the RNG states along this pass, which are read once a branch may draw."""
+        return Streams()
 
     def warns_of(self, what: str) -> bool:
         """Return True on the first call with this word only, so that a warning appears once."""
@@ -150,13 +82,12 @@ class Context:
         return first
 
     def note(self, state: Tensor | None, where: str) -> None:
-        """Remember how large a state on the grid is."""
         if self.flags is not None and state is not None:
             self.flags.note(state, where)
 
     def close(self) -> None:
-        """Have the range of all states so far judged, and forget the RNG states of the last branch."""
-        if self.streams is not None:
+        """Check the range of all states so far, and forget the RNG states of the last branch."""
+        if "streams" in vars(self):
             self.streams.forget()
         if self.flags is not None:
             self.flags.close()
@@ -174,20 +105,11 @@ def known_field(branch: nn.Module, q: Tensor, context: Context, has_arguments: b
 
 
 def branch_name(index: int, branch: nn.Module) -> str:
-    """Return how messages name a branch."""
     return f"branch {index} ({type(branch).__name__})"
 
 
 class Evaluation:
-    """One branch in one forward pass, evaluated by calling it; gradients, if any, are left to ordinary autograd.
-
-    Args:
-        context: what the branches of the pass share.
-        index: the place of the branch, for messages.
-        branch: the module.
-        arguments: its keyword arguments.
-        name: how messages name it.
-    """
+    """One branch in one forward pass, evaluated by calling it. Ordinary autograd gives the gradients, if any."""
 
     def __init__(
         self, context: Context, index: int, branch: nn.Module, arguments: Arguments, name: str | None = None
@@ -199,14 +121,12 @@ class Evaluation:
         self.name = branch_name(index, branch) if name is None else name
 
     def contents(self) -> Contents:
-        """Return what the branch holds."""
         try:
             return contents_of(self.branch)
         except ValueError as error:
             raise BranchError(f"{self.name} cannot be recomputed: {error}") from error
 
     def held(self) -> Iterable[Tensor]:
-        """Return the parameters that the branch holds."""
         return [home[key] for home, key, _ in self.contents().parameters]
 
     def call(self, q: Tensor, kwargs: dict[str, Any]) -> Any:
@@ -222,20 +142,29 @@ class Evaluation:
         return kwargs if takes is None else {name: value for name, value in kwargs.items() if name in takes}
 
     def evaluate(self, q: Tensor, kwargs: dict[str, Any], call: Call, *, once: bool = True) -> tuple[Tensor, Any]:
-        """Return u = F(q) through `call`, in the state's shape, dtype and strides; and its aux, if any.
+        """Return u = F(q) through `call`, in the state's shape, dtype and strides; and the branch's aux, if any.
 
-        Args:
-            q: the state.
-            kwargs: keyword arguments, from which those that it takes are chosen.
-            call: how to evaluate it.
-            once: False if it will be evaluated again, so that it must not change what it is given.
+        `once` is False if the branch will be evaluated again, so that it must not change its arguments.
         """
         kwargs = self.taken(kwargs)
         if self.context.traced:
             return self.conform(q, call(q, kwargs))
         inputs = [q, *self.held(), *(tensor_leaves(kwargs) if kwargs else ())]
         versions = versions_of(inputs)
-        given = None if once or not kwargs else _look(kwargs)
+        given = None if once or not kwargs else look_into(kwargs)
+        u = self._called(q, kwargs, call, inputs, versions)
+        if given is not None and look_into(kwargs) != given:
+            raise BranchError(
+                f"{self.name} changes an object among its keyword arguments (a cache of keys and values?), which its "
+                "recomputation would change again: pass none (use_cache=False), leave out blocks that do so, or use "
+                "backprop='store'"
+            )
+        return self.conform(q, u)
+
+    def _called(
+        self, q: Tensor, kwargs: dict[str, Any], call: Call, inputs: list[Tensor], versions: list[int | None]
+    ) -> Any:
+        """Return call(q, kwargs); raise an error that names the branch if it fails or changes one of `inputs` in place."""
         try:
             u = call(q, kwargs)
         except _FAILURES as error:
@@ -246,13 +175,7 @@ class Evaluation:
                 f"{self.name} modifies its input or its parameters in place (an inplace=True activation first in "
                 "it?): both are needed again, so give it an operation that makes a new tensor"
             )
-        if given is not None and _look(kwargs) != given:
-            raise BranchError(
-                f"{self.name} changes an object among its keyword arguments (a cache of keys and values?), which its "
-                "recomputation would change again: pass none (use_cache=False), leave out blocks that do so, or use "
-                "backprop='store'"
-            )
-        return self.conform(q, u)
+        return u
 
     def conform(self, q: Tensor, u: Any) -> tuple[Tensor, Any]:
         """Return (u, aux) in the state's dtype and strides; raise if u is not like the state."""
@@ -274,7 +197,6 @@ class Evaluation:
         return with_strides(u, q.stride()), aux
 
     def warn_of_lost_aux(self, aux: Any) -> None:
-        """Warn once that a training step drops what the branch returned beside its value."""
         if aux is not None and self.branch.training and not self.context.traced and self.context.warns_of("aux"):
             warnings.warn(
                 f"{self.name} returned (u, aux), and nobody asked for the aux, so a loss in it trains nothing: call with "
@@ -283,7 +205,7 @@ class Evaluation:
             )
 
     def failure(self, q: Tensor, error: Exception) -> Exception:
-        """Return an error of the branch that says which branch it is, and on what it failed."""
+        """Return the branch's error with the name of the branch and its state."""
         if isinstance(error, torch.OutOfMemoryError):
             return error
         text = (
@@ -292,14 +214,11 @@ class Evaluation:
         return (BranchTypeError if isinstance(error, TypeError) else BranchError)(text)
 
     def stored_call(self, shared: set[int]) -> Call:
-        """Return how to call the branch so that stored gradients are summed in the engine's order.
+        """Return a call of the branch that sums stored gradients in the engine's order: within a branch first, then over depth.
 
-        That is within a branch first, then over depth. Each branch sees its own alias of the state, of the keyword arguments
-        and of the parameters it shares with others, and under autocast casts its weights itself, so that gradients of
-        several uses are added in full precision.
-
-        Args:
-            shared: identities of the parameters that several branches use.
+        Each branch sees its own alias of the state, of the keyword arguments and of the parameters in `shared`, whose
+        identities these are. Under autocast it casts its weights itself, so that gradients of several uses are added in full
+        precision.
         """
         branch, autocast = self.branch, self.context.autocast
 
@@ -314,10 +233,10 @@ class Evaluation:
 
 
 class Replayed(Evaluation):
-    """Any module: its recomputation sees what forward saw, and its VJP comes from autograd."""
+    """Any module: its recomputation sees what forward saw, and autograd gives its VJP."""
 
     writes_over_value = False
-    """Whether nobody else needs what ``value`` and ``vjp`` return, so that it may be written over."""
+    """True if nobody else needs the results of ``value`` and ``vjp``, so that they may be written over."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
@@ -329,17 +248,16 @@ class Replayed(Evaluation):
         self.trained = [name for name, p in self.parameters.items() if p.requires_grad]
         """Names of the parameters that had a gradient in forward; by the time of backward they may be frozen."""
         self.versions = versions_of(self.parameters.values())
-        self.record = Record(contents, context.autocast, context.streams, context.grid is not None)
+        self.record = Record(contents, context)
 
     def contents(self) -> Contents:
-        """Return what the branch held when this pass began."""
         return self.record.contents
 
     def held(self) -> Iterable[Tensor]:
         return self.parameters.values()
 
     def release(self) -> None:
-        """Let go of what a recomputation needs."""
+        """Free the tensors that a recomputation needs."""
         del self.record, self.arguments
 
     def tensors(self) -> list[Tensor]:
@@ -356,7 +274,7 @@ class Replayed(Evaluation):
         self.arguments.check_unchanged()
 
     def value(self, q: Tensor, recomputed: bool = True) -> tuple[Tensor, Any]:
-        """Return u = F(q) and its aux in forward; what the branch met is recorded, if it will be recomputed."""
+        """Return u = F(q) and its aux in forward; record RNG states and buffers if the branch will be recomputed."""
         first = self.record.first
         call = self.call
         return self.evaluate(
@@ -378,23 +296,22 @@ class Replayed(Evaluation):
         with torch.set_grad_enabled(tracked):
             inside = alias(leaf)  # as in an ordinary forward, the branch's input is not a leaf
             again = self.record.again
-            u, aux = self.evaluate(inside, kwargs, lambda q, kwargs: again(q, kwargs, self.call, lent))
+            u = self._called(
+                inside,
+                self.taken(kwargs),
+                lambda q, kwargs: again(q, kwargs, self.call, lent),
+                [leaf],
+                versions_of([leaf]),
+            )
+            u, aux = self.conform(inside, u)
         return u, aux, [leaf, *own, *given]
 
     def vjp(
         self, q: Tensor, g: Tensor | None, g_aux: Sequence[Tensor | None], coupling: Coupling, needs_value: bool
     ) -> tuple[Tensor | None, Sequence[Tensor | None], Factor]:
-        """Return u = F(q) and the products of g with the Jacobians of a F: by q, then by each of ``tensors``.
+        """Return u = F(q), the VJPs of g through a F by q and by each of ``tensors``, and a factor that the VJPs still lack.
 
-        Args:
-            q: the state.
-            g: the gradient by q'.
-            g_aux: gradients by the tensors of the branch's aux.
-            coupling: whose gain is a.
-            needs_value: whether u is wanted.
-
-        Returns:
-            u; the products, or nothing; and a factor that the products still lack.
+        g is the gradient by q', `g_aux` has those by the tensors of the aux, and a is the gain of `coupling`.
         """
         wanted = g is not None or any(grad is not None for grad in g_aux)
         if not (wanted or needs_value):
@@ -435,10 +352,9 @@ class Replayed(Evaluation):
             raise
 
     def _leaves(self, wanted: bool) -> tuple[list[Tensor], dict[str, Tensor] | None]:
-        """Return the parameters to differentiate for, and what to lend the branch if its own will not do.
+        """Return the parameters to differentiate for, and the tensors to lend the branch in place of its own, if any.
 
-        Its own parameters serve as leaves where nothing distinguishes them from those of the forward pass and no hook on
-        them would be called twice.
+        A branch's own parameters serve as leaves if they are as in the forward pass, and no hook on them would be called twice.
         """
         trained, own = self.trained, self.parameters
         for (home, key, name), then in zip(self.record.contents.parameters, own.values(), strict=True):
@@ -452,10 +368,7 @@ class Replayed(Evaluation):
             return [leaves[name] for name in trained], {name: alias(leaf) for name, leaf in leaves.items()}
 
     def _look_at_graph(self, outputs: Sequence[Tensor], leaves: Sequence[Tensor], coupling: Coupling) -> None:
-        """Raise if an output depends on a tensor that requires grad and that we do not know: its gradient would be lost.
-
-        Warn once of a branch that contains its own skip connection.
-        """
+        """Raise if an output depends on an unknown tensor that requires grad; warn once of a skip connection in the branch."""
         contents = self.record.contents
         if contents.is_known and contents.has_skip is not None:
             return  # modules of known classes, without hooks, use their own parameters and what they are given
@@ -509,13 +422,13 @@ class Known(Replayed):
         return None if u is None else u.to(q.dtype), [g_state, *g_parameters], gain if later else 1.0
 
     def _holds_its_parameters(self) -> bool:
-        """Return whether the field still holds the parameters of forward (``torch.func.functional_call`` lends others)."""
+        """Return True if the field still holds the parameters of forward (``torch.func.functional_call`` lends others)."""
         held = self.branch.tensors()
         return len(held) == len(self.parameters) and all(map(operator.is_, held, self.parameters.values()))
 
 
 def evaluation_of(context: Context, index: int, branch: nn.Module, arguments: Arguments, q: Tensor) -> Replayed:
-    """Return how to evaluate a branch on states like q, so that it can be recomputed."""
+    """Return a replayable evaluation of a branch on states like q."""
     known = known_field(branch, q, context, arguments.given) is not None
     return (Known if known else Replayed)(context, index, branch, arguments)
 
@@ -533,40 +446,8 @@ def refuse_unknown_arguments(branches: Sequence[nn.Module], kwargs: dict[str, An
             raise BranchTypeError(f"no branch takes the keyword argument {name!r}{hint}")
 
 
-def alias(leaf: Any) -> Any:
-    """Return the same tensor behind a node of its own. (``view_as`` would change the strides of a batch of one.)"""
-    return leaf[...] if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
-
-
-_PLAIN = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device, torch.Generator)
-
-
-def objects_in(value: Any) -> list[Any]:
-    """Return an object and all that it holds, at any depth; not what modules and classes hold."""
-    found, met = [value], set[int]()
-    for each in found:  # which grows
-        if id(each) not in met and not isinstance(each, (Tensor, nn.Module, type, *_PLAIN)):
-            met.add(id(each))
-            found.extend(_held_by(each))
-    return found
-
-
-def _held_by(value: Any) -> list[Any]:
-    inside = value if isinstance(value, dict | list | tuple | set) else getattr(value, "__dict__", ())
-    return list(inside.values() if isinstance(inside, dict) else inside)
-
-
-def _look(kwargs: dict[str, Any]) -> list[Any]:
-    """Return what a branch could change in the objects it is given: tensors and sizes inside them."""
-    found = objects_in(kwargs)
-    return [
-        (id(x), version_of(x)) if isinstance(x, Tensor) else x if isinstance(x, _PLAIN) else len(_held_by(x))
-        for x in found
-    ]
-
-
 def _in_fp8() -> str | None:
-    """Return why a branch with modules of Transformer Engine cannot be recomputed just now, or None."""
+    """Return why a branch with modules of Transformer Engine cannot be recomputed now, or None."""
     names = ("transformer_engine.pytorch.quantization", "transformer_engine.pytorch.fp8")
     managers = [getattr(sys.modules.get(name), "FP8GlobalStateManager", None) for name in names]
     if not any(manager is not None and manager.is_fp8_enabled() for manager in managers):

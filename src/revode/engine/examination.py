@@ -1,4 +1,4 @@
-"""`check_branch`: run a branch as forward and backward would, under changed conditions, and name what differs."""
+"""`check_branch`: run a branch as forward and backward would, under changed conditions, and name the differences."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from revode.engine.branch import Arguments, Context, Replayed
-from revode.engine.settings import SETTINGS
+from revode.engine.branch import Context, Replayed
+from revode.engine.call import SETTINGS, Arguments
 from revode.schemes import Coupling
 
 
 @dataclass(frozen=True)
 class BranchReport:
-    """The findings of `check_branch`; none if the branch can be recomputed.
+    """The findings of `check_branch`, one sentence each; none if the branch can be recomputed.
 
-    Args:
-        findings: one sentence each.
+    >>> check_branch(nn.Linear(4, 4), torch.randn(2, 4)).ok
+    True
     """
 
     findings: tuple[str, ...]
@@ -43,18 +43,14 @@ class BranchReport:
 
 
 def check_branch(branch: nn.Module, x: Tensor, **kwargs: Any) -> BranchReport:
-    """Return what keeps a branch from being recomputed exactly, or from getting its gradients.
+    """Return the reasons why a branch cannot be recomputed exactly, or does not get its gradients.
 
-    A copy of the branch is run in forward, and recomputed as backward does: at once, after random numbers were drawn, on
-    another thread, under other autocast and settings of torch. Neither the branch nor any RNG state changes.
+    A copy of the branch is run in forward on x, without a skip connection, and recomputed as in backward: at once, after random
+    numbers were drawn, on another thread, under other autocast and settings of torch. Neither the branch nor any RNG state
+    changes.
 
-    >>> print(revode.check_branch(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1)), torch.randn(2, 4)))
+    >>> print(check_branch(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1)), torch.randn(2, 4)))
     the branch can be recomputed: nothing was found
-
-    Args:
-        branch: the module, without a skip connection.
-        x: an input, as the branch gets it.
-        kwargs: its keyword arguments.
     """
     findings: list[str] = []
     with _undisturbed(), torch.no_grad(), warnings.catch_warnings(record=True) as caught:
@@ -142,7 +138,7 @@ _CONDITIONS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "under autocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "under another default dtype": lambda: _set_to("default_dtype", torch.float64),
 }
-"""What may be different when backward runs -> how to make it so."""
+"""Conditions that may differ when backward runs -> how to make them so."""
 
 
 def _buffers(branch: nn.Module) -> dict[str, Tensor]:

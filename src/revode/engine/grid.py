@@ -1,11 +1,11 @@
 """The fixed-point grid on which reversing is exact.
 
-On multiples of 2^-k, additions and subtractions of floating-point numbers with t mantissa bits are exact while the result
-stays below 2^(t-k) in magnitude. So if a state lives on the grid and every increment is rounded to it before it is added,
-q' = ±p + φ and p = ±(q' - φ) are exact inverses, bit for bit, at any depth.
+On multiples of 2^-k, additions and subtractions of floating-point numbers with t mantissa bits are exact while the result stays
+below 2^(t-k) in magnitude. So let a state live on the grid, and round every increment to the grid before it is added. Then q' =
+±p + φ and p = ±(q' - φ) are exact inverses, bit for bit, at any depth.
 
-A scheme that carries p / 2^n on has p = 2^n m + r: the grid point m nearest to p / 2^n is carried on, and the remainder r is
-kept, in n bits of each element.
+With s = 2^-n write p = 2^n m + r. The grid point m nearest to p / 2^n is carried on. The remainder r is kept, in n bits of each
+element.
 """
 
 from __future__ import annotations
@@ -26,10 +26,7 @@ class OutOfRange(ValueError):
 
 
 class _RoundToGrid(torch.autograd.Function):
-    """round(a x 2^k) / 2^k with the gradient of a x.
-
-    Multiplying by 2^k is exact, so that a 2^k makes one factor without changing a bit.
-    """
+    """round(a x 2^k) / 2^k with the gradient of a x. (Multiplying by 2^k is exact, so that a 2^k may be one factor.)"""
 
     generate_vmap_rule = True
 
@@ -66,7 +63,7 @@ class _ShrinkOnGrid(torch.autograd.Function):
 
 
 class _GradientInStrides(torch.autograd.Function):
-    """x, whose gradient is laid out as x is."""
+    """The identity on x, with the gradient laid out as x is."""
 
     generate_vmap_rule = True
 
@@ -84,25 +81,25 @@ class _GradientInStrides(torch.autograd.Function):
 
 
 def gradient_in_strides(x: Tensor) -> Tensor:
-    """x, whose gradient comes in the strides of x: what the engine gives a branch, for stored branches too."""
+    """Return x, with its gradient in the strides of x, as the engine gives it to a branch."""
     return _GradientInStrides.apply(x)  # type: ignore[return-value]
 
 
 def with_strides(x: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """x itself if it is laid out so, else a copy that is: kernels may give other bits on another layout."""
+    """Return x in these strides, copied if necessary: kernels may give other bits on another layout."""
     if x.stride() == strides:
         return x
     return x.new_empty_strided(x.shape, strides).copy_(x)
 
 
 def magnitude(x: Tensor) -> Tensor:
-    """The largest magnitude in x, or NaN. (In one row, minima and maxima are 25 times faster than a norm.)"""
+    """Return the largest magnitude in x, or NaN. (In one row, minima and maxima are 25 times faster than a norm.)"""
     least, most = torch.aminmax(elements(x))
     return torch.maximum(-least, most)
 
 
 def bits_kept(shift: int) -> int:
-    """Return the bits that are kept of each element where p / 2^shift is carried on: what fits a byte evenly.
+    """Return the bits kept of each element where s = 2^-shift: n bits, rounded up to fit a byte evenly.
 
     >>> [bits_kept(n) for n in (0, 1, 2, 3, 4, 5, 6)]
     [0, 1, 2, 4, 4, 8, 8]
@@ -111,27 +108,22 @@ def bits_kept(shift: int) -> int:
 
 
 def bytes_kept(shift: int, num_elements: int) -> int:
-    """Return the bytes that are kept of a state of so many elements where p / 2^shift is carried on."""
+    """Return the bytes kept of a state of so many elements where s = 2^-shift."""
     return -(-num_elements * bits_kept(shift) // 8)
 
 
 def _places(shift: int, device: torch.device) -> Tensor:
-    """Return how far each of the remainders that share a byte is moved in it."""
     width = bits_kept(shift)
     return torch.arange(0, 8, width, device=device, dtype=torch.uint8)
 
 
 def _offset(shift: int, up: bool) -> float:
-    """Return what is added before rounding down, so that the nearest grid point is found; a tie goes up or down."""
+    """Return the offset before rounding down, so that the nearest grid point is found; a tie goes up or down."""
     return 2.0 ** (shift - 1) - (not up)
 
 
 class Grid:
-    """Multiples of 2^-bits.
-
-    Args:
-        exact: True for 14 bits, or the number of bits.
-    """
+    """Multiples of 2^-bits; 14 bits if `exact` is True."""
 
     def __init__(self, exact: bool | int) -> None:
         bits = DEFAULT_BITS if exact is True else exact
@@ -140,26 +132,23 @@ class Grid:
         self.bits = bits
 
     def limit(self, dtype: torch.dtype) -> float:
-        """The magnitude below which a state of `dtype` is exact."""
+        """Return the magnitude below which a state of `dtype` is exact."""
         if dtype not in _MANTISSA_BITS:
             raise ValueError(f"exact needs states of dtype float32 or float64, got {dtype}: convert the input first")
         return 2.0 ** (_MANTISSA_BITS[dtype] - self.bits)
 
     def round(self, x: Tensor, gain: float = 1.0) -> Tensor:
-        """The grid points nearest to gain * x; the gradient is that of gain * x."""
+        """Return the grid points nearest to gain * x; the gradient is that of gain * x."""
         return _RoundToGrid.apply(x, gain, 2.0**self.bits)  # type: ignore[return-value]
 
     def round_(self, x: Tensor, gain: float = 1.0) -> Tensor:
-        """``round``, written over x; without a gradient."""
+        """Run ``round`` written over x, without a gradient."""
         return x.mul_(gain * 2.0**self.bits).round_().mul_(2.0**-self.bits)
 
     def shrink(self, x: Tensor, shift: int, up: bool) -> Tensor:
         """Return m of x = 2^shift m + r, the grid point nearest to x / 2^shift; the gradient is that of x / 2^shift.
 
-        Args:
-            x: a state on the grid.
-            shift: n of the factor 2^-n.
-            up: whether to round a tie up. Walks alternate, so that ties do not add up to a drift.
+        `up` rounds ties up. Walks alternate, so that ties do not add up to a drift.
         """
         return _ShrinkOnGrid.apply(x, 2.0**self.bits, _offset(shift, up), 2.0**-shift)  # type: ignore[return-value]
 
@@ -177,14 +166,14 @@ class Grid:
         return (digits << places).sum(1, dtype=torch.uint8)
 
     def grow(self, m: Tensor, packed: Tensor, shift: int, up: bool) -> Tensor:
-        """Return 2^shift m + r: what ``shrink`` and ``remainder`` were made from."""
+        """Return 2^shift m + r, the x that ``shrink`` and ``remainder`` were given."""
         places, mask = _places(shift, m.device), (1 << bits_kept(shift)) - 1
         digits = packed if len(places) == 1 else ((packed[:, None] >> places) & mask).view(-1)
         digits = digits[: m.numel()].to(m.dtype).sub_(_offset(shift, up)).view(m.shape)
         return torch.add(2.0**shift * m, digits, alpha=2.0**-self.bits)
 
     def check_on_grid(self, state: Tensor, where: str) -> None:
-        """``check``, and that every value is a grid point."""
+        """Run ``check``, and raise if a value is not a grid point."""
         self.check(state, where)
         if not torch.compiler.is_compiling() and not torch.equal(self.round(state), state):
             raise ValueError(
@@ -192,19 +181,14 @@ class Grid:
             )
 
     def check(self, state: Tensor, where: str) -> None:
-        """Refuse a state that is not finite or out of range, at once.
-
-        Args:
-            state: the tensor to look at.
-            where: its place, for the message.
-        """
+        """Raise at once if a state is not finite or out of range; `where` names its place in the message."""
         flags = RangeFlags(self)
         flags.note(state, where)
         flags.close()
 
 
 class RangeFlags:
-    """The largest magnitude of each state of a walk, judged together at its end, so that no device has to wait in between."""
+    """The largest magnitude of each state of a walk. All are judged at its end, so that no device waits in between."""
 
     def __init__(self, grid: Grid) -> None:
         self.grid = grid
@@ -213,7 +197,7 @@ class RangeFlags:
         self._limit = 0.0
 
     def note(self, state: Tensor, where: str) -> None:
-        """Remember how large `state` is, which stands at this place."""
+        """Note the largest magnitude in `state` at this place."""
         self._limit = self.grid.limit(state.dtype)
         if state.numel() == 0 or torch.compiler.is_exporting() or not can_be_judged(state):
             return
@@ -224,20 +208,18 @@ class RangeFlags:
         self.note_magnitude(magnitude(state), state.dtype, where)
 
     def note_magnitude(self, magnitude: Tensor, dtype: torch.dtype, where: str) -> None:
-        """Remember the largest magnitude in a state of `dtype` at this place."""
         self._limit = self.grid.limit(dtype)
         self._magnitudes.append(magnitude)
         self._places.append(where)
 
     def close(self) -> None:
-        """Have what was noted judged."""
+        """Judge all that was noted."""
         magnitudes, places = self._magnitudes, self._places
         self._magnitudes, self._places = [], []
         if magnitudes:
             post(torch.stack(magnitudes), lambda found: self._judge(found, places))
 
     def _judge(self, magnitudes: list[float], places: list[str]) -> None:
-        """Raise for the first state that is out of range."""
         for magnitude, where in zip(magnitudes, places, strict=True):
             if not magnitude < self._limit:
                 found = "NaN" if magnitude != magnitude else f"magnitude {magnitude:.4g}"

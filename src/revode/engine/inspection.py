@@ -23,8 +23,8 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import UninitializedParameter
 
+from revode.engine.call import compilation_is_possible, holds_compiled
 from revode.engine.randomness import Stream, held_by, held_streams, is_generator
-from revode.engine.tracing import compilation_is_possible, holds_compiled
 from revode.fields import AntisymmetricField, OneLayerField, SymmetricField
 from revode.operators import (
     AntisymmetricConv,
@@ -38,14 +38,13 @@ from revode.operators import (
 )
 
 evaluating = threading.RLock()
-"""Held while a branch is evaluated: in a recomputation it is lent other buffers, modes or parameters, which no other thread may
-see."""
+"""A lock held while a branch is evaluated. A recomputation lends it tensors and modes that no other thread may see."""
 
 _STATISTICS_ONLY = {_BatchNorm.forward, SyncBatchNorm.forward, _InstanceNorm.forward}
 """Forwards whose output in training mode does not depend on the buffers they update."""
 
 _MIND_GRADIENTS = (nn.RNNBase, nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
-"""Modules that take other kernels, which give other bits, where no gradient is wanted."""
+"""Modules that take other kernels, which give other bits, if no gradient is wanted."""
 
 
 _OF_TORCH = {value for value in vars(nn).values() if isinstance(value, type)}
@@ -57,7 +56,7 @@ KNOWN: set[type] = {
 }
 """Classes whose calls draw only from torch's RNG, and only as `_draws` says. A subclass is not known by its base."""
 _NUM_OF_TORCH = len(vars(nn.Module()))
-"""Attributes that every module begins with."""
+"""The number of attributes that every module begins with."""
 
 
 def own_attributes(module: nn.Module) -> Iterator[Any]:
@@ -78,12 +77,12 @@ class Slot(NamedTuple):
 
 
 def collects_statistics(module: nn.Module) -> bool:
-    """Whether `module` is a norm that in training mode updates its buffers and does not use them."""
+    """Return True if `module` is a norm that in training mode updates its buffers and does not use them."""
     return isinstance(module, _BatchNorm | _InstanceNorm) and type(module).forward in _STATISTICS_ONLY
 
 
 def _is_known(module: nn.Module) -> bool:
-    """Return whether all that a call of this module does is known from its type."""
+    """Return True if the type of this module tells all that its call does."""
     kind = getattr(type(module), "_converted_from", type(module))
     if kind not in KNOWN or "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
         return False
@@ -94,7 +93,7 @@ def _is_known(module: nn.Module) -> bool:
 
 
 def _draws(module: nn.Module) -> bool:
-    """Whether a module of ``torch.nn`` draws random numbers as it is now."""
+    """Return True if a module of ``torch.nn`` draws random numbers in its present mode."""
     if isinstance(module, _DropoutNd):
         return module.training and module.p > 0.0
     if isinstance(module, nn.MultiheadAttention | nn.RNNBase):
@@ -105,7 +104,7 @@ def _draws(module: nn.Module) -> bool:
 
 
 def _is_sequence(module: nn.Module) -> bool:
-    """Whether it is a `ReversibleSequence`, which knows this room."""
+    """Return True for a `ReversibleSequence`, which keeps its own records."""
     return hasattr(type(module), "scheme_now")
 
 
@@ -120,7 +119,7 @@ _DRAWING = (
 
 
 class Contents:
-    """The modules, parameters, buffers and generators of one branch, and what is known of them.
+    """The modules, parameters, buffers and generators of one branch, and the facts known of them.
 
     Contents live in a cache for as long as their branch does, so they hold the branch itself only weakly.
     """
@@ -141,19 +140,19 @@ class Contents:
         self.is_known = not self._unknown
         self._drawing = [i for i, module in enumerate(modules) if isinstance(module, _DRAWING) or _is_sequence(module)]
         self.minds_precision = any(type(module).__module__.startswith("transformer_engine") for module in modules)
-        """Whether it holds modules of Transformer Engine, which may compute in FP8."""
+        """True if the branch holds modules of Transformer Engine, which may compute in FP8."""
         self.minds_gradients = any(isinstance(module, _MIND_GRADIENTS) for module in modules)
         self.generators: list[Stream] = [] if self.is_known else self._find_generators()
         self.holds_state = bool(self.buffers or self._statistics)
-        """Whether it has buffers of any kind."""
+        """True if the branch has buffers of any kind."""
         self.is_compiled = compilation_is_possible() and holds_compiled(branch)
-        """Whether it, or something in it, was compiled on its own."""
+        """True if the branch, or a part of it, was compiled on its own."""
         self.unsuitable = _unsuitable(modules)
-        """Why it cannot be recomputed on tensors that are lent to it, or None."""
+        """The reason why the branch cannot be recomputed on lent tensors, or None."""
         self.takes = keywords_of(branch)
         """Names of the keyword arguments that ``forward`` takes; None if it takes any."""
         self.has_skip: bool | None = None
-        """Whether the branch adds its own input; None before the first backward pass."""
+        """True if the branch adds its own input; None before the first backward pass."""
 
     @property
     def branch(self) -> nn.Module:
@@ -167,20 +166,20 @@ class Contents:
 
     @property
     def unknown(self) -> list[nn.Module]:
-        """Modules of which nothing is known."""
+        """Return the modules of which nothing is known."""
         modules = self.modules if self._unknown else []
         return [modules[i] for i in self._unknown]
 
     @property
     def statistics(self) -> list[tuple[nn.Module, list[Slot]]]:
-        """Norms, with the slots of the running statistics that they collect in training mode and read otherwise."""
+        """Return norms, with the slots of the running statistics that they collect in training mode and read otherwise."""
         modules = self.modules if self._statistics else []
         return [(modules[i], slots) for i, slots in self._statistics]
 
     def _measure(self) -> list[Any]:
-        """Return what changes when modules, parameters, buffers, generators or attributes come or go, or are tied.
+        """Return a key that changes when modules, parameters, buffers, generators or attributes come or go, or are tied.
 
-        Whether running statistics are there does not count: a recomputation around this one may have lent None for them.
+        Running statistics do not count: a recomputation around this one may have lent None for them.
         """
         measure: list[Any] = []
         for module in self.modules:
@@ -194,12 +193,12 @@ class Contents:
                 measure += [buffer is None for buffer in buffers.values()]
             if module._modules:
                 measure += module._modules.values()
-            if kind not in _OF_TORCH:
+            if kind not in KNOWN:
                 measure += [id(value) for value in own_attributes(module) if is_generator(value)]
         return measure
 
     def fits(self) -> bool:
-        """Return whether the branch still holds what was found."""
+        """Return True if the branch still holds the same things."""
         return self._measure() == self._shape
 
     def _find_tensors(self, branch: nn.Module) -> None:
@@ -217,7 +216,7 @@ class Contents:
                 self.buffers.extend(slot for slot in slots if slot.tensor is not None)
 
     def held(self) -> list[list[int]]:
-        """Return the identities of what modules of unknown classes hold as attributes, and in plain containers."""
+        """Return the identities of the attributes of modules of unknown classes, also in plain containers."""
         found = []
         for module in self.unknown:
             own = list(own_attributes(module))
@@ -228,7 +227,7 @@ class Contents:
         return found
 
     def tensors_held(self) -> dict[int, Tensor]:
-        """Return the tensors among what ``held`` identifies."""
+        """Return the tensors among the objects of ``held``."""
         found: dict[int, Tensor] = {}
         for module in self.unknown:
             for value in own_attributes(module):
@@ -240,7 +239,7 @@ class Contents:
         return held_streams(value for module in self.unknown for value in held_by(module))
 
     def named_parameters(self, where: str) -> dict[str, Tensor]:
-        """The parameters as they are now, by name."""
+        """Return the present parameters by name."""
         found: dict[str, Tensor] = {}
         for home, key, name in self.parameters:
             parameter = home[key]
@@ -254,7 +253,7 @@ class Contents:
         return found
 
     def buffers_to_read(self) -> list[Slot]:
-        """The slots of all buffers that a call as things are now may depend on."""
+        """Return the slots of all buffers that a call may depend on now."""
         read = [slot for module, slots in self.statistics if not module.training for slot in slots]
         return [*self.buffers, *(slot for slot in read if slot.tensor is not None)]
 
@@ -262,23 +261,23 @@ class Contents:
         return [module.training for module in self.modules]
 
     def draws_only_from_torch(self) -> bool:
-        """Whether no stream but torch's can move in a call."""
+        """Return True if a call can move no RNG state but torch's."""
         return self.is_known and not _hooks_on_all_modules()
 
     def draws_from_torch(self) -> bool:
-        """Whether a call draws from torch's streams, if it draws from no others."""
+        """Return True if a call draws from torch's RNG, provided that it draws from no other."""
         modules = self.modules if self._drawing else []
         return any(_draws(modules[i]) for i in self._drawing)
 
 
 def is_sharded(branch: nn.Module) -> bool:
-    """Return whether FSDP2 (``fully_shard``) shards this very module."""
+    """Return True if FSDP2 (``fully_shard``) shards this very module."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(branch, fsdp.FSDPModule)
 
 
 def _unsuitable(modules: list[nn.Module]) -> str | None:
-    """Return why a branch of these modules, itself first, cannot be recomputed on tensors that are lent to it, or None."""
+    """Return why a branch of these modules, itself first, cannot be recomputed on lent tensors, or None."""
     if any(isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.buffers()) for module in modules):
         return "holds TorchScript code with buffers, which cannot be set back: give the module it was made from"
     if getattr(modules[0], "_is_replica", False):
@@ -293,7 +292,7 @@ def _hooks_on_all_modules() -> bool:
 
 
 def hooks_hear_every_module() -> bool:
-    """Whether hooks are registered on all modules at once (``register_module_forward_hook`` and its like)."""
+    """Return True if hooks are registered on all modules at once (``register_module_forward_hook`` and its like)."""
     backward = torch_module._global_backward_hooks or torch_module._global_backward_pre_hooks
     return _hooks_on_all_modules() or bool(backward)
 
@@ -313,7 +312,7 @@ _found: weakref.WeakKeyDictionary[nn.Module, Contents] = weakref.WeakKeyDictiona
 
 
 def contents_of(branch: nn.Module) -> Contents:
-    """Return what `branch` holds, inspected once and again after it has changed."""
+    """Return the contents of `branch`, inspected once and again after a change."""
     contents = _found.get(branch)
     if contents is None or not contents.fits():
         with evaluating:  # another thread may have lent the branch something just now

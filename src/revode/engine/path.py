@@ -1,9 +1,9 @@
-"""The path of one forward pass through branches, each of which is one autograd node that saves no activations.
+"""The path of one forward pass through branches. Each branch is one autograd node that saves no activations.
 
 A node takes the pair and returns the pair, so that it adds the gradients of both members itself. The walk keeps the newest
-pair, and pairs at anchors. The node of step k needs the pair behind step k: it is at hand when the node of step k + 1 has just
-run, and is rebuilt from the next pair that was kept otherwise (a loss on a state in the middle, a part of the gradients, a
-second try after an exception). So every order of backward passes is right.
+pair, and pairs at anchors. The node of step k needs the pair behind step k. That pair is at hand when the node of step k + 1
+has just run. Otherwise it is rebuilt from the next pair that was kept: for a loss on a state in the middle, a part of the
+gradients, or a second try after an exception. So every order of backward passes is right.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from revode import memory
 from revode.engine import arrival
-from revode.engine.branch import BranchError, Template, is_sharded, tensor_leaves
-from revode.engine.replay import version_of
+from revode.engine.branch import BranchError
+from revode.engine.call import Autocast, Template, compilation_is_possible, eagerly, tensor_leaves, version_of
+from revode.engine.inspection import is_sharded
 from revode.engine.step import Step
-from revode.engine.tracing import compilation_is_possible, eagerly
 from revode.schemes import OpenState, State
 
 Pair = tuple[Any, Any]
@@ -29,9 +29,7 @@ Pair = tuple[Any, Any]
 
 
 class Path:
-    """The steps of one forward pass, and the pairs that are kept of it.
-
-    The pair before step k has the position k.
+    """The steps of one forward pass, and the pairs that are kept of it. The pair before step k has the position k.
 
     Args:
         length: how many steps lie between two pairs that are kept; None keeps the newest pair only.
@@ -45,7 +43,7 @@ class Path:
         self.first = 0
         """The position at which the walk back ends: nothing before it needs a gradient."""
         self.kept: dict[int, Pair] = {}
-        """Pairs by their position; the second member is None where the pair before is kept too, so that nobody needs it."""
+        """Pairs by their position; the second member is None where the pair before is kept too."""
         self._versions: dict[int, list[int | None]] = {}
         self._at_hand: tuple[int, Pair] | None = None
         self._end: tuple[int, Tensor] | None = None
@@ -55,17 +53,13 @@ class Path:
         self._layout: Any = None
         self._placeholder: Tensor | None = None
         self.token = object()
-        """Stands for this path in counts of memory, also after it is gone."""
+        """A stand-in for this path in counts of memory, also after the path is gone."""
         self._lock = threading.RLock()
 
     def run(self, branch: nn.Module, make: Callable[[], Step], p: Tensor | None, q: Tensor) -> tuple[State, Any]:
         """Return the pair behind a step, and the branch's aux; the step becomes one node of autograd's graph.
 
-        Args:
-            branch: the branch of the step.
-            make: makes the step. It is called where the parameters of a sharded branch are whole.
-            p: the older state, if there is one.
-            q: the newer state.
+        `make` makes the step. It is called where the parameters of a sharded branch are whole.
         """
 
         def run(p: Tensor | None, q: Tensor) -> tuple[State, Any]:
@@ -77,15 +71,18 @@ class Path:
         """Return the pair behind a step, the branch's aux and its evaluation, inside a call of the branch."""
         step = make()
         self._add(step, p, q)
-        outputs: Any = self._apply(step, p, q)
+        try:
+            outputs: Any = self._apply(step, p, q)
+        except BaseException:
+            self.steps.pop()
+            raise
         return outputs[:2], None if step.aux is None else step.aux.fill(outputs[2:]), step.evaluation
 
     def run_all(self, steps: Sequence[Step], p: Tensor | None, q: Tensor) -> State:
         """Return the pair behind all steps, which end the path.
 
-        The nodes are made first, on placeholders that have the shape of the states and next to no memory: small objects that
-        live on, allocated between states that come and go, would pin the heap of a CPU, and the process would grow with depth
-        although nothing is kept.
+        The nodes are made first, on placeholders that have the shape of the states and next to no memory. Small objects that
+        live on, allocated between states that come and go, would pin the heap of a CPU: the process would grow with depth.
         """
         pair: OpenState = p, q
         self._placeholder = q.new_empty(()).expand(q.shape)  # the shape of a state, in the memory of one element
@@ -95,6 +92,7 @@ class Path:
             pair = self._apply(step, *pair)
         self._placeholder = None
         with torch.no_grad():
+            p, q = None if p is None else p.detach(), q.detach()
             for step in steps:
                 p, q = q, self.advance(step, p, q)[0]
         assert p is not None
@@ -113,7 +111,7 @@ class Path:
             self.first, self.kept = step.position, {}
 
     def _apply(self, step: Step, p: Tensor | None, q: Tensor) -> Any:
-        tensors = step.tensors()  # all of them require a gradient
+        tensors = step.tensors()  # each requires a gradient
         step.has_gradient = bool(tensors) or q.requires_grad or (p is not None and p.requires_grad)
         return _Node.apply(self, step, p, q, *tensors)
 
@@ -127,8 +125,9 @@ class Path:
         q_next, aux = step.advance(p, q, watched, not begins)
         if not begins:
             self.kept.pop(index, None)
-        pair = self.kept[index + 1] = q.detach(), None if alone else q_next.detach()
-        self._versions = {**(self._versions if self.length else {}), index + 1: _versions_of(pair)}
+            self._versions.pop(index, None)
+        pair = self.kept[index + 1] = _bare(q), None if alone else q_next if step.is_planned else q_next.detach()
+        self._versions[index + 1] = _versions_of(pair)
         if memory.watching and not step.is_planned:
             pairs = [tensor for pair in self.kept.values() for tensor in pair if tensor is not None]
             for counter in memory.watching:
@@ -140,7 +139,7 @@ class Path:
         return q_next, [tensor.clone() for tensor in tensor_leaves(aux)]  # never a view of a state or an input
 
     def forget(self, p: Tensor | None, q: Tensor) -> None:
-        """Forget the newest step, which was made from (p, q); that pair is kept in the place of the one behind it."""
+        """Forget the newest step, which was made from (p, q), and keep that pair again."""
         if not self.steps:
             raise ValueError("undo takes back the newest step of a stretch, and this stretch has none")
         index = self.steps.pop().position
@@ -150,24 +149,24 @@ class Path:
             self._versions[index] = _versions_of(pair)
 
     def _keeps(self, position: int) -> bool:
-        """Return whether the walk back ends at this position, or begins anew there."""
+        """Return True if the walk back ends at this position, or begins anew there."""
         return position <= self.first or (self.length is not None and position % self.length == 0)
 
     def close(self, state: State, aux: Sequence[Any]) -> tuple[State, list[Any]]:
-        """Return the final pair and all aux behind a last node, which saves what the path keeps.
+        """Return the final pair and all aux behind a last node, which saves the tensors that the path keeps.
 
-        So hooks on saved tensors (``save_on_cpu``) and torch's version checks see it.
+        So hooks on saved tensors (``save_on_cpu``) and torch's version checks see them.
         """
         template, tensors = Template(list(aux)), tensor_leaves(list(aux))
         p, q, *tensors = _End.apply(self, None, *state, *tensors)  # type: ignore[misc]
         return (p, q), template.fill(tensors)
 
     def pack(self) -> list[Tensor | None]:
-        """Return the tensors that the path keeps, which it then holds no longer."""
+        """Return the tensors that the path keeps, and hold them no longer."""
         arguments = {id(step.evaluation.arguments): step.evaluation.arguments for step in self.steps}
         holders = [step for step in self.steps if step.own_tensors() != [None]]
         for counter in memory.watching:
-            counter.note_walk(self.token, (), ())  # from now on hooks see it
+            counter.note_walk(self.token, (), ())  # hooks on saved tensors count them now
         self._layout = list(self.kept), holders, list(arguments.values())
         tensors: list[Tensor | None] = [tensor for pair in self.kept.values() for tensor in pair]
         for step in holders:
@@ -184,7 +183,6 @@ class Path:
         return pairs + [tensor for step in self.steps for tensor in step.tensors_kept()]
 
     def _drop(self) -> None:
-        """Let go of what was packed."""
         self.kept, self._versions, self._at_hand, self._end = {}, {}, None, None
         _, holders, arguments = self._layout
         for step in holders:
@@ -262,8 +260,7 @@ class Path:
         """Take memory for the small gradients of the steps from `index` down, if none was taken yet.
 
         Small tensors that live on, allocated between large ones that come and go, would pin the heap of a CPU: the process
-        would grow with depth although nothing is kept. Large ones live in pages of their own. Where states are small, too,
-        nothing large comes and goes.
+        would grow with depth. Large ones live in pages of their own. Where states are small, too, nothing large comes and goes.
         """
         if any(position < start for position, _ in self._memory):
             return
@@ -276,7 +273,7 @@ class Path:
         }
 
     def _placed(self, step: Step, products: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Return gradients of which the small ones are copied to the memory that was taken for them."""
+        """Return gradients; the small ones are copied to the memory that was taken for them."""
         if not self._memory:
             return products
         placed, copied = list(products), []
@@ -300,7 +297,7 @@ class Path:
             self._layout = self._layout if retained else None
 
     def _verify(self, step: Step, q: Tensor, u: Tensor | None) -> None:
-        """Compare what the walk back arrived at with what forward had seen: the first state, and perhaps F of it."""
+        """Compare the first state of the walk back, and perhaps F of it, with that of forward."""
         assert self._end is not None
         context, then = step.evaluation.context, step.fingerprints
         arrived = [q] if len(then) == 1 or u is None else [q, u]
@@ -323,21 +320,38 @@ class Path:
 
 
 _LARGE = 1024
-"""Elements of a state from which on small gradients are kept apart from what comes and goes."""
+"""The elements of a state from which on small gradients get memory of their own."""
 
 
 def _pins_the_heap(tensor: Tensor) -> bool:
-    """Return whether a tensor like this one lies between others on the heap of a CPU. (Devices keep small ones apart.)"""
+    """Return True if a tensor like this one lies between others on the heap of a CPU. (Devices keep small ones apart.)"""
     is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu"
     return is_plain and tensor.numel() * tensor.element_size() < 1 << 17
+
+
+def _bare(tensor: Tensor) -> Tensor:
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def _versions_of(pair: Pair) -> list[int | None]:
     return [None if tensor is None else version_of(tensor) for tensor in pair]
 
 
+def entered(x: Tensor, grid: Any) -> Tensor:
+    """Return x as it enters a walk: a copy, in the state's dtype and on the grid."""
+    if not x.is_floating_point():
+        raise ValueError(f"a state must be a floating-point tensor, got dtype {x.dtype}")
+    if x.is_nested:
+        raise ValueError(
+            "a state must be one dense tensor, got a nested (jagged) one: pad it, and pass a mask to the branches"
+        )
+    if x.dtype in (torch.float16, torch.bfloat16) and Autocast(x.device.type).enabled:
+        x = x.float()
+    return x.clone() if grid is None else grid.round(x)
+
+
 class _Node(torch.autograd.Function):
-    """One step: takes the pair and the tensors of its branch, returns the pair and the branch's aux."""
+    """One step: it takes the pair and the tensors of its branch, and returns the pair and the branch's aux."""
 
     @staticmethod
     def forward(ctx: Any, path: Path, step: Step, p: Tensor | None, q: Tensor, *tensors: Tensor) -> Any:
@@ -357,7 +371,7 @@ class _Node(torch.autograd.Function):
 
 
 class _End(torch.autograd.Function):
-    """The end of a path: returns what it is given, or the pair that stands behind placeholders; saves what the path keeps."""
+    """The end of a path: it returns the final pair, in place of placeholders if there are some, and saves the kept tensors."""
 
     @staticmethod
     def forward(ctx: Any, path: Path, state: State | None, p: Tensor, q: Tensor, *aux: Tensor) -> Any:
@@ -381,7 +395,7 @@ def _mark_what_has_no_gradient(ctx: Any, tensors: Sequence[Tensor]) -> None:
 
 
 def _graph_is_retained() -> bool:
-    """Return whether this backward pass may be repeated (``retain_graph=True``)."""
+    """Return True if this backward pass may be repeated (``retain_graph=True``)."""
     return torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -393,10 +407,10 @@ class _Hidden:
 
 
 def _inside_call(branch: nn.Module, run: Any, p: Tensor | None, q: Tensor) -> tuple[State, Any]:
-    """Call `run` inside a call of `branch`, so that the module's hooks stay outside the node that it makes.
+    """Call `run` inside a call of `branch`, so that the module's hooks stay outside the new node.
 
-    FSDP2's hooks gather the parameters before it, and before its backward. A shallow twin of the module is called, with the
-    hooks of the module and this ``forward``: nothing is changed on the module itself, which other threads may call.
+    FSDP2's hooks gather the parameters before the call and before its backward. A shallow twin of the module is called, with
+    its hooks and this ``forward``. The module itself, which other threads may call, is not changed.
     """
     twin = object.__new__(type(branch))
     twin.__dict__.update(vars(branch))

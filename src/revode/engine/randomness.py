@@ -1,8 +1,8 @@
-"""The random number streams that a branch may draw from: read, compare, set back.
+"""RNG states that a branch may draw from: read, compared, restored.
 
-Covered are torch's global generators (of the CPU and of the state's device), the global streams of Python's ``random`` and of
-NumPy, and generators of all three that a branch holds or is given: as attributes, in containers, in plain helper objects, in
-``functools.partial``, or as globals that its ``forward`` names.
+Covered are torch's global generators (of the CPU and of the state's device), those of Python's ``random`` and of NumPy, and
+generators that a branch holds or is given. They may be attributes, or lie in containers, plain helper objects and
+``functools.partial``, or be globals that its ``forward`` names.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import nn
 
 
 class Stream(NamedTuple):
-    """A stream's name or identity, how to read its state, how to set it, and perhaps a quick way to see that it rests."""
+    """One RNG: its name or identity, functions that read and set its state, and perhaps a quick test that nothing was drawn."""
 
     key: Hashable
     read: Callable[[], Any]
@@ -31,7 +31,7 @@ class Stream(NamedTuple):
     rests_at: Callable[[Any], bool] = lambda state: False
 
     def has_left(self, state: Any) -> Any:
-        """The state that the stream is in now, if it is another than `state`."""
+        """Return the present RNG state if it differs from `state`, else None."""
         if self.rests_at(state):
             return None
         now = self.read()
@@ -39,7 +39,7 @@ class Stream(NamedTuple):
 
 
 def torch_streams(device: torch.device) -> list[Stream]:
-    """torch's global streams: the CPU's, and the device's."""
+    """Return torch's global RNGs: the CPU's, and the device's."""
     streams = [Stream("torch", torch.get_rng_state, torch.set_rng_state)]
     if device.type == "mps":
         streams.append(Stream(device, torch.mps.get_rng_state, torch.mps.set_rng_state))
@@ -53,12 +53,12 @@ def torch_streams(device: torch.device) -> list[Stream]:
 
 
 def can_replay(device: torch.device) -> bool:
-    """Whether random numbers drawn on `device` can be drawn again."""
+    """Return True if random numbers drawn on `device` can be drawn again."""
     return device.type in ("cpu", "meta") or len(torch_streams(device)) > 1
 
 
 def global_streams(device: torch.device) -> list[Stream]:
-    """Every stream that any code may draw from without holding a generator."""
+    """Return every RNG that code may draw from without holding a generator."""
     streams = [*torch_streams(device), _python_stream("python", random._inst)]  # type: ignore[attr-defined]
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
@@ -67,7 +67,7 @@ def global_streams(device: torch.device) -> list[Stream]:
 
 
 def held_streams(values: Iterable[Any]) -> list[Stream]:
-    """The streams of all generators among `values`, and inside what they hold."""
+    """Return the RNGs of all generators among `values`, and inside them."""
     found: dict[Hashable, Stream] = {}
     for value in _reachable(values):
         stream = _stream_of(value)
@@ -77,7 +77,7 @@ def held_streams(values: Iterable[Any]) -> list[Stream]:
 
 
 def held_by(module: nn.Module) -> Iterator[Any]:
-    """The attributes of `module`, and the globals that its ``forward`` names."""
+    """Yield the attributes of `module`, and the globals that its ``forward`` names."""
     yield from vars(module).values()
     if isinstance(module, torch.jit.ScriptModule):
         return
@@ -106,7 +106,7 @@ _DEPTH = 6
 
 
 def _reachable(values: Iterable[Any]) -> Iterator[Any]:
-    """`values` and what their containers, partial functions and plain objects hold, a few levels deep."""
+    """Yield `values` and the contents of their containers, partial functions and plain objects, a few levels deep."""
     seen: set[int] = set()
     level = list(values)
     for _ in range(_DEPTH):
@@ -135,12 +135,12 @@ def _inside(value: Any) -> Iterable[Any]:
 
 
 def is_generator(value: Any) -> bool:
-    """Whether `value` itself is a generator of torch, Python or NumPy."""
+    """Return True if `value` itself is a generator of torch, Python or NumPy."""
     return isinstance(value, torch.Generator | random.Random) or type(value).__module__.startswith("numpy.random")
 
 
 def _stream_of(value: Any) -> Stream | None:
-    """The stream that `value` is, if it is a generator."""
+    """Return the RNG of `value`, if it is a generator."""
     if isinstance(value, torch.Generator):
         return Stream(id(value), value.get_state, value.set_state)
     if isinstance(value, random.SystemRandom):
@@ -159,20 +159,20 @@ def _stream_of(value: Any) -> Stream | None:
 
 
 def _words_of(source: random.Random) -> ctypes.Array[ctypes.c_uint32]:
-    """The index and the 624 words of a Mersenne twister, where CPython has them in its object."""
+    """Return the index and the 624 words of a Mersenne twister, where CPython has them in its object."""
     return (ctypes.c_uint32 * 625).from_address(id(source) + object.__basicsize__)
 
 
 @functools.cache
 def _python_shows_its_words() -> bool:
-    """Whether this Python lays a ``random.Random`` out as we think."""
+    """Return True if this Python lays a ``random.Random`` out as expected."""
     source = random.Random(0)
     large_enough = random.Random.__basicsize__ >= object.__basicsize__ + 4 * 625
     return large_enough and (*(words := _words_of(source))[1:], words[0]) == source.getstate()[1]
 
 
 def _python_stream(key: Hashable, source: random.Random) -> Stream:
-    """The stream of a ``random.Random``. Its state takes Python 12 µs to read, so the words behind it are compared first."""
+    """Return the RNG of a ``random.Random``. Its state takes 12 µs to read in Python, so its words are compared first."""
     words = _words_of(source) if type(source) is random.Random and _python_shows_its_words() else None
 
     def read() -> tuple[Any, bytes]:
@@ -186,8 +186,7 @@ def _python_stream(key: Hashable, source: random.Random) -> Stream:
 
 
 def _numpy_stream(key: Hashable, source: Any) -> Stream:
-    """The stream of a ``RandomState``. Its state takes NumPy 60 µs to read; the words behind it, which move with every number
-    drawn but for a normal one kept in store, take less than one."""
+    """Return the RNG of a ``RandomState``. Its state takes 60 µs to read, its words below 1. A stored normal moves no word."""
     bits = source._bit_generator
     words = (
         (ctypes.c_uint32 * 625).from_address(bits.ctypes.state_address) if type(bits).__name__ == "MT19937" else None
@@ -211,11 +210,11 @@ def _same(a: Any, b: Any) -> bool:
 
 
 Draws = list[tuple[Stream, Any]]
-"""The streams that a branch has moved, with their states before it ran."""
+"""The RNGs that a branch has moved, with their states before it ran."""
 
 
 class Streams:
-    """The streams along one walk: each is read once, and again behind a branch that may have moved it."""
+    """The RNG states along one walk: each is read once, and again behind a branch that may have moved it."""
 
     _walking: object = None
     """The walk that ran last."""
@@ -231,7 +230,7 @@ class Streams:
         self._last.clear()
 
     def before(self, streams: list[Stream]) -> None:
-        """A branch that may draw from `streams` is about to run."""
+        """Read the RNG states before a branch that may draw from `streams`."""
         if Streams._walking is not self._walk:  # another walk, perhaps in another thread, has run in between
             Streams._walking = self._walk
             self._last.clear()
@@ -240,7 +239,7 @@ class Streams:
                 self._last[stream.key] = stream.read()
 
     def after(self, streams: list[Stream]) -> Draws:
-        """It has run: which of them it moved."""
+        """Return the RNGs that the branch has moved."""
         moved = []
         for stream in streams:
             before = self._last[stream.key]
@@ -252,14 +251,14 @@ class Streams:
 
 
 def undo(draws: Draws) -> None:
-    """Set the streams back to where they were."""
+    """Restore the RNG states from before."""
     for stream, before in draws:
         stream.write(before)
 
 
 @contextlib.contextmanager
 def drawn_again(draws: Draws) -> Iterator[None]:
-    """The same numbers are drawn inside, and the streams end as they were."""
+    """Draw the same numbers inside; leave the RNG states as they are."""
     outside = [(stream, stream.read()) for stream, _ in draws]
     undo(draws)
     try:

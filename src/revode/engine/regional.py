@@ -1,9 +1,9 @@
 """Regional compilation: compiled functions for each kind of branch, called by every branch of that kind.
 
-A field that gives its own product is compiled as functions of tensors: its value with what the product needs, the product,
-and the coupling. All strategies call the first two, so that their bits agree. The walk back is given the batch statistics of
-forward (a kilobyte a branch), so that they are not summed up twice. Every other branch is compiled by ``torch.compile``,
-which knows branches of one kind again by itself. Compile time does not grow with depth.
+A field that gives its own VJP is compiled as functions of tensors: its value with a record for the VJP, the VJP, and the
+coupling. All strategies call the first two, so that their bits agree. The walk back gets the batch statistics of forward (a
+kilobyte a branch), so that they are not summed up twice. Every other branch is compiled by ``torch.compile``, which reuses code
+for branches of one kind. Compile time does not grow with depth.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
+from revode.engine.call import Autocast
 from revode.engine.grid import Grid, with_strides
-from revode.engine.settings import Autocast
 from revode.operators import Bias, along_channels
 from revode.schemes import Coupling, is_number
 from revode.vjp import KnownField, Normalize, Record, Statistics, batch_norm
 
 
 def compile_branches(branches: Sequence[nn.Module]) -> None:
-    """Have ``torch.compile`` compile each branch at its first call, as one graph where they are of one kind.
+    """Have ``torch.compile`` compile each branch at its first call, as one graph where branches are of one kind.
 
-    Dynamo gives up, and runs eagerly, after eight variants of one piece of code: kinds of branches are such variants, and so
-    is every branch that reads a number of its own (an index of its layer), unless such numbers are variables of the graph.
+    Dynamo gives up, and runs eagerly, after eight variants of one piece of code. Kinds of branches are such variants. So is
+    every branch that reads a number of its own (an index of its layer), unless such numbers are variables of the graph.
     """
     import torch._dynamo.config as dynamo
 
@@ -50,13 +50,7 @@ def _call(branch: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 class CompiledField:
-    """A known field in one call, by the compiled functions of its kind.
-
-    Args:
-        field: the field.
-        q: a state like those of the call.
-        dtype: what convolutions compute in.
-    """
+    """A known field in one call, run by the compiled functions of its kind, on states like q."""
 
     def __init__(self, field: KnownField, q: Tensor, dtype: torch.dtype) -> None:
         norms = [norm for norm in field.norms() if not isinstance(norm, Bias)]
@@ -68,28 +62,23 @@ class CompiledField:
         self.statistics: Sequence[Tensor] = ()
 
     def step(self, p: Tensor | None, q: Tensor, coupling: Coupling, grid: Grid | None) -> Sequence[Tensor]:
-        """The next state, and on the grid its magnitude; statistics are kept for ``back`` and count for the running ones."""
+        """Return the next state, and on the grid its magnitude; keep statistics for ``back`` and update the running ones."""
         coupled, self.statistics = self.kind.step(p, q, self.tensors, self.running, coupling, grid)
         return coupled
 
     def back(
         self, q: Tensor, q_next: Tensor | None, gp: Tensor | None, gq: Tensor, coupling: Coupling, grid: Grid | None
     ) -> tuple[Tensor | None, Tensor, Sequence[Tensor]]:
-        """The state before, if the next one is given; the co-state of q, and gradients by each of its tensors."""
+        """Return the state before if the next one is given, the co-state of q, and gradients by each of the field's tensors."""
         return self.kind.back(q, q_next, gp, gq, self.tensors, self.statistics, coupling, grid)
 
     def stored(self, q: Tensor, counts: bool = True) -> Tensor:
-        """F(q) as a node of autograd's graph, where there is one, that keeps what its product needs.
-
-        Args:
-            q: the state.
-            counts: whether its statistics count for the running ones.
-        """
+        """Return F(q) as a node of autograd's graph, if there is one; `counts` updates the running statistics."""
         return _Stored.apply(self, q, counts, *self.tensors)  # type: ignore[return-value]
 
 
 class _Stored(torch.autograd.Function):
-    """A compiled field whose record autograd keeps."""
+    """A compiled field with its record kept by autograd."""
 
     @staticmethod
     def forward(ctx: Any, field: CompiledField, q: Tensor, counts: bool, *tensors: Tensor) -> Tensor:
@@ -111,12 +100,7 @@ class _Stored(torch.autograd.Function):
 
 
 class _Kind:
-    """The compiled functions of one kind of field, made at their first call. Records are flat lists here.
-
-    Args:
-        field: one of that kind.
-        dtype: what convolutions compute in.
-    """
+    """The compiled functions of one kind of field, made at their first call. Records are flat lists here."""
 
     def __init__(self, field: KnownField, dtype: torch.dtype) -> None:
         self._template = copy.deepcopy(field)
@@ -138,7 +122,7 @@ class _Kind:
         coupling: Coupling,
         grid: Grid | None,
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """q' and on the grid its magnitude; and the batch statistics, which are counted among the running ones."""
+        """Return q', on the grid its magnitude, and the batch statistics, which are counted among the running ones."""
         n = self._num_tensors
 
         def couple(q: Tensor, p: Tensor | None, gain: Tensor, u: Tensor) -> list[Tensor]:
@@ -169,7 +153,7 @@ class _Kind:
         coupling: Coupling,
         grid: Grid | None,
     ) -> tuple[Tensor | None, Tensor, Sequence[Tensor]]:
-        """p if q' is given, and the products; gp of the older co-state is added as the coupling says."""
+        """Return p if q' is given, and the VJPs; gp of the older co-state is added as the coupling says."""
         n = self._num_tensors
 
         def uncouple(q: Tensor, q_next: Tensor, gain: Tensor, u: Tensor) -> list[Tensor]:
@@ -205,7 +189,7 @@ class _Kind:
     def linearize(
         self, q: Tensor, tensors: Sequence[Tensor], statistics: Sequence[Tensor] = (), running: Sequence[Tensor] = ()
     ) -> list[Tensor]:
-        """F(q) and the record; with these statistics, or the batch's own, which are counted among the running ones."""
+        """Return F(q) and the record, with these statistics; or with the batch's own, counted among the running ones."""
         n, m = self._num_tensors, self._num_tensors + len(statistics)
 
         def linearize(q: Tensor, *rest: Tensor) -> list[Tensor]:
@@ -218,7 +202,7 @@ class _Kind:
         return found
 
     def product(self, q: Tensor, g: Tensor, tensors_and_record: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The products of g, from a record."""
+        """Return the VJPs of g, from a record."""
         return self._call("product", self._product, q, g, *tensors_and_record)
 
     def statistics_in(self, record: Sequence[Tensor]) -> list[Tensor]:
@@ -242,7 +226,7 @@ class _Kind:
         return [gq, *grads]
 
     def _number(self, value: float, q: Tensor) -> Tensor:
-        """A number as a tensor, so that one compiled function serves all of its values."""
+        """Return a number as a tensor, so that one compiled function serves all of its values."""
         if value not in self._numbers:
             dtype = torch.promote_types(q.dtype, torch.float32)
             self._numbers[value] = torch.full((), value, dtype=dtype, device=q.device)
@@ -265,7 +249,7 @@ class _Kind:
 
 
 def _compile(function: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> Callable[..., Sequence[Tensor]]:
-    """A function of tensors, compiled for inputs like these."""
+    """Return a function of tensors, compiled for inputs like these."""
     from torch._inductor import compile as compile_graph
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -278,13 +262,12 @@ def _compile(function: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) ->
 
 
 def _lend(field: KnownField, tensors: Sequence[Tensor]) -> None:
-    """Have `field` compute with these tensors in place of its parameters."""
     for (parameters, name), tensor in zip(field.slots(), tensors, strict=True):
         parameters[name] = tensor
 
 
 def _counts(norm: nn.Module) -> bool:
-    """Whether it is a batch norm that counts the statistics of a batch among its running ones."""
+    """Return True for a batch norm that counts the statistics of a batch among its running ones."""
     return isinstance(norm, _BatchNorm) and norm.track_running_stats and norm.running_mean is not None
 
 
@@ -293,7 +276,7 @@ def _running(norm: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _normalize_by(statistics: Sequence[Tensor], running: Sequence[Tensor]) -> Normalize:
-    """How to apply a norm, in operations that the compiler makes one pass of.
+    """Return how to apply a norm, in operations that the compiler makes one pass of.
 
     With these statistics; or with the batch's own, which are then counted among the running ones, if those are given.
     """
@@ -330,11 +313,11 @@ def _normalize_by(statistics: Sequence[Tensor], running: Sequence[Tensor]) -> No
 
 _kinds: dict[Any, _Kind] = {}
 _compiling = threading.RLock()
-"""Held while a function is traced and compiled: tracing lends tensors to a kind's template, and inductor is not thread-safe."""
+"""A lock held while a function is traced and compiled: tracing lends tensors to a template, inductor is not thread-safe."""
 
 
 def _kind_of(field: KnownField, tensors: Sequence[Tensor], dtype: torch.dtype) -> _Kind:
-    """The kind of this field, on a state and tensors like these. (Compiled code is for one number of threads.)"""
+    """Return the kind of this field, on a state and tensors like these. (Compiled code is for one number of threads.)"""
     children = tuple(
         (type(child), *(getattr(child, name, None) for name in ("eps", "padding", "momentum")), _counts(child))
         for child in field._modules.values()

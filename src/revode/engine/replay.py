@@ -1,8 +1,8 @@
-"""Evaluating a branch a second time so that it computes what it computed the first time, and nothing else moves.
+"""Recompute a branch so that it gives the same value again, and nothing outside changes.
 
-Around a branch these can differ between forward and backward: the autocast state, the random numbers it draws, the buffers
-it updates, whether it is in training mode, which kernels torch is told to use. A `Record` keeps them in forward and puts them
-back for the recomputation, in which running statistics stay where they are.
+Around a branch these can differ between forward and backward: the autocast state, random numbers, the buffers it updates,
+training mode, the kernels that torch is told to use. A `Record` keeps them in forward and restores them for the recomputation.
+Running statistics stay where they are.
 """
 
 from __future__ import annotations
@@ -11,31 +11,29 @@ import contextlib
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 
+from revode.engine.call import version_of
 from revode.engine.inspection import Contents, Slot, evaluating
 from revode.engine.randomness import (
     Draws,
     Stream,
-    Streams,
     can_replay,
     drawn_again,
     held_streams,
     undo,
 )
-from revode.engine.settings import Autocast
 
 Call = Callable[[Tensor, dict[str, Any]], Any]
-"""How to evaluate a branch: (q, kwargs) -> u."""
+"""Evaluation of a branch: (q, kwargs) -> u."""
 SMALL = 4096
 """Elements of a buffer that is copied before every call; a larger one only if calls are known to change it."""
 
@@ -45,35 +43,33 @@ class _Calls(threading.local):
 
     def __init__(self) -> None:
         self.stack: list[tuple[Record, Iterator[Tensor] | None]] = []
-        """The records whose branches are evaluated just now, each with what is left to read of what it kept; None in forward,
-        where it is written."""
+        """Records of the branches under evaluation, each with the kept values left to read; None in forward."""
 
 
 _calls = _Calls()
 
 
 def is_replaying() -> bool:
-    """Return whether this thread is recomputing a branch."""
+    """Return True if this thread is recomputing a branch."""
     return any(kept is not None for _, kept in _calls.stack)
 
 
 def keep(value: Any) -> Any:
-    """Keep a tensor inside a branch, so that its recomputation reads it in place of what it computes then.
+    """Keep a tensor inside a branch, and return the kept one in the branch's recomputation.
 
-    Use it for decisions that must not be taken twice, such as the experts that a router chooses among equals, and for kernels
-    whose results differ from run to run. Gradients pass through. What is kept costs memory, which `revode.memory` counts.
+    Use it for decisions that must not be taken twice, such as the experts that a router chooses among equals. Use it also for
+    kernels whose results differ from run to run. Gradients pass through. Kept tensors cost memory, which `revode.memory`
+    counts.
 
     >>> class Router(nn.Module):
     ...     def __init__(self):
     ...         super().__init__()
     ...         self.scores, self.experts = nn.Linear(4, 3), nn.Parameter(torch.randn(3, 4, 4))
-    ...
     ...     def forward(self, x):
     ...         weights = self.scores(x).softmax(-1)
-    ...         chosen = revode.keep(weights.argmax(-1))
+    ...         chosen = keep(weights.argmax(-1))
     ...         return torch.einsum("bi,bij->bj", x, self.experts[chosen]) * weights.gather(1, chosen[:, None])
-    >>> sequence = ReversibleSequence([Router(), Router()], MidPoint(h=0.1))
-    >>> sequence(torch.randn(2, 4)).sum().backward()
+    >>> ReversibleSequence([Router(), Router()], MidPoint(h=0.1))(torch.randn(2, 4)).sum().backward()
 
     Args:
         value: a tensor, or a nest of dicts, lists and tuples with tensors. Outside a reversible branch it is returned as it is.
@@ -107,30 +103,12 @@ class _Kept(torch.autograd.Function):
         return grad_outputs[0], None
 
 
-def version_of(tensor: Tensor) -> int | None:
-    """How often `tensor` was modified in place, if that is known."""
-    if type(tensor) is UninitializedParameter:
-        return None
-    try:
-        return tensor._version
-    except RuntimeError:  # made in inference mode
-        return None
-
-
-def versions_of(tensors: Iterable[Tensor]) -> list[int | None]:
-    """How often each of the tensors was modified in place, if that is known."""
-    try:
-        return [None if type(tensor) is UninitializedParameter else tensor._version for tensor in tensors]
-    except RuntimeError:  # one was made in inference mode
-        return [version_of(tensor) for tensor in tensors]
-
-
 _NOTHING = contextlib.nullcontext()
 
 
 @contextlib.contextmanager
 def _without_cache() -> Iterator[None]:
-    """Parametrized weights are computed inside: torch's cache of them (``parametrize.cached``) is neither filled nor read.
+    """Compute parametrized weights anew inside, past torch's cache of them (``parametrize.cached``).
 
     A weight computed without gradients must not be found by code that needs one.
     """
@@ -144,7 +122,7 @@ def _without_cache() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _lent(tensors: list[tuple[Slot, Tensor | None]]) -> Iterator[None]:
-    """These tensors stand in the slots inside, and those that stood there do so afterwards."""
+    """Put these tensors into the slots inside, and the old ones back afterwards."""
     outside = [(slot, slot.tensor) for slot, _ in tensors]
     for slot, tensor in tensors:
         slot.home[slot.key] = tensor
@@ -157,11 +135,8 @@ def _lent(tensors: list[tuple[Slot, Tensor | None]]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _training_modes(contents: Contents, modes: list[bool]) -> Iterator[None]:
-    """The modules of a branch in these modes inside, and as they were afterwards."""
+    """Set the modules of a branch to these modes inside, and back afterwards."""
     outside = contents.modes()
-    if outside == modes:
-        yield
-        return
     _set_modes(contents.modules, modes)
     try:
         yield
@@ -175,9 +150,9 @@ def _set_modes(modules: list[nn.Module], modes: list[bool]) -> None:
 
 
 def _idle_statistics(contents: Contents) -> list[tuple[Slot, Tensor | None]]:
-    """What to lend in place of the running statistics that norms in training mode would update.
+    """Return stand-ins for the running statistics that norms in training mode would update.
 
-    They do not use them, so nothing will do; but a module that we do not know might look at them, and SyncBatchNorm does.
+    These norms do not use them, so any would do; but a module of an unknown class might look at them, and SyncBatchNorm does.
     """
     collecting = [(module, slots) for module, slots in contents.statistics if module.training]
     slots = [slot for _, slots in collecting for slot in slots if slot.tensor is not None]
@@ -188,7 +163,7 @@ def _idle_statistics(contents: Contents) -> list[tuple[Slot, Tensor | None]]:
 
 
 def _copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies by name; what is one tensor under two names stays one."""
+    """Return copies by name; one tensor under two names stays one."""
     copies: dict[int, Tensor] = {}
     for tensor in tensors.values():
         if id(tensor) not in copies:
@@ -196,10 +171,10 @@ def _copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: copies[id(tensor)] for name, tensor in tensors.items()}
 
 
-def call_to_invert(contents: Contents, q: Tensor, kwargs: dict[str, Any], streams: Streams) -> Any:
+def call_to_invert(contents: Contents, q: Tensor, kwargs: dict[str, Any], context: Any) -> Any:
     """Return branch(q) as forward computed it, and change nothing; raise if it draws random numbers, which were not kept."""
     with evaluating:
-        watched = _streams_to_watch(contents, q, kwargs, streams)
+        watched, streams = _streams_to_watch(contents, q, kwargs, context), context.streams
         streams.before(watched)
         copies = _copies({slot.name: slot.tensor for slot in contents.buffers})
         with _lent([*_idle_statistics(contents), *((slot, copies[slot.name]) for slot in contents.buffers)]):
@@ -214,8 +189,8 @@ def call_to_invert(contents: Contents, q: Tensor, kwargs: dict[str, Any], stream
     return u
 
 
-def _streams_to_watch(contents: Contents, q: Tensor, kwargs: dict[str, Any], streams: Streams) -> list[Stream]:
-    """The streams that this call of a branch may move. (Among fake tensors nothing is drawn, and no RNG state can be read.)"""
+def _streams_to_watch(contents: Contents, q: Tensor, kwargs: dict[str, Any], context: Any) -> list[Stream]:
+    """Return the RNGs that this call of a branch may move. (Fake tensors draw nothing, and have no RNG state.)"""
     if isinstance(q, FakeTensor):
         return []
     device = q.device
@@ -227,9 +202,9 @@ def _streams_to_watch(contents: Contents, q: Tensor, kwargs: dict[str, Any], str
                 f"it draws random numbers on the device {str(device)!r}, and torch.{device.type} has no get_rng_state and "
                 "set_rng_state to draw them again: use backprop='store'"
             )
-        return streams.of_torch(device)
+        return context.streams.of_torch(device)
     given = held_streams(kwargs.values()) if kwargs else []
-    return [*streams.of_all(device), *contents.generators, *given]
+    return [*context.streams.of_all(device), *contents.generators, *given]
 
 
 def _call_as_recomputed(
@@ -237,8 +212,8 @@ def _call_as_recomputed(
 ) -> Any:
     """Return branch(q) in forward, by the very code that the recomputation will run.
 
-    Some code is another with gradients than without; such a branch tracks them if its bits must be equal, and always where the
-    code is known to differ. What was compiled on its own draws other random numbers in the two cases.
+    Some code is another with gradients than without. Such a branch tracks them if its bits must be equal, and always where the
+    code is known to differ. Separately compiled code draws other random numbers in the two cases.
     """
     compiled = contents.is_compiled
     if not (compiled or contents.minds_gradients or (to_the_bit and not contents.is_known)) or not recomputed:
@@ -251,37 +226,17 @@ def _call_as_recomputed(
 
 
 class Record:
-    """What one branch met in forward, and its replay.
+    """The RNG states, buffers and modes of one branch in forward, and its replay."""
 
-    Args:
-        contents: what the branch holds.
-        autocast: the autocast state of the call.
-        streams: the RNG states along this walk.
-        to_the_bit: whether the branch must give the bits that its recomputation will give.
-    """
+    __slots__ = ("cached", "changed", "contents", "context", "draws", "kept", "modes", "unchanged")
 
-    __slots__ = (
-        "autocast",
-        "cached",
-        "changed",
-        "contents",
-        "draws",
-        "kept",
-        "modes",
-        "streams",
-        "to_the_bit",
-        "unchanged",
-    )
-
-    def __init__(self, contents: Contents, autocast: Autocast, streams: Streams, to_the_bit: bool) -> None:
+    def __init__(self, contents: Contents, context: Any) -> None:
         self.contents = contents
-        self.autocast = autocast
-        self.streams = streams
-        self.to_the_bit = to_the_bit
+        self.context = context
         # Until `first` runs: a field that knew its VJP in forward. It draws nothing, and its batch norms were in training.
         self.draws: Draws = []
         self.kept: list[Tensor] = []
-        """Tensors that the branch gave to ``keep``, in its order."""
+        """The tensors that the branch gave to ``keep``, in its order."""
         self.cached: list[weakref.ref[Tensor]] = []
         """Tensors that the call has left on the branch's modules."""
         self.modes = [True] * len(contents.modules)
@@ -293,29 +248,25 @@ class Record:
     def first(self, q: Tensor, kwargs: dict[str, Any], call: Call, recomputed: bool = True) -> Any:
         """Return branch(q) = call(q, kwargs) in forward; record its RNG states and the buffers it changed.
 
-        Args:
-            q: the state.
-            kwargs: its keyword arguments.
-            call: how to call the branch.
-            recomputed: False if nothing that reaches the branch has a gradient, so that it is never evaluated again.
+        `recomputed` is False if nothing that reaches the branch has a gradient, so that it is never evaluated again.
         """
-        contents, streams, stack = self.contents, self.streams, _calls.stack
+        contents, context, stack = self.contents, self.context, _calls.stack
         with evaluating, self._surroundings():
-            watched = _streams_to_watch(contents, q, kwargs, streams)
+            watched = _streams_to_watch(contents, q, kwargs, context)
             if watched:
-                streams.before(watched)
+                context.streams.before(watched)
             held, copies = self._look_at_buffers() if contents.holds_state else ([], {})
             attributes = contents.held()
             stack.append((self, None))
             try:
-                u = _call_as_recomputed(contents, q, kwargs, call, self.to_the_bit, recomputed)
+                u = _call_as_recomputed(contents, q, kwargs, call, context.grid is not None, recomputed)
             finally:
                 stack.pop()
             if contents.held() != attributes:
                 before = set(itertools.chain.from_iterable(attributes))
                 left = contents.tensors_held()
                 self.cached = [weakref.ref(tensor) for key, tensor in left.items() if key not in before]
-            self.draws = streams.after(watched) if watched else []
+            self.draws = context.streams.after(watched) if watched else []
             if contents.holds_state:
                 self.unchanged = [entry for entry in held if _rests(*entry, copies)]
                 self.changed = self._changed(copies, held)
@@ -323,11 +274,12 @@ class Record:
         return u
 
     def _surroundings(self) -> contextlib.AbstractContextManager[Any]:
-        """The autocast state of forward holds inside, and parametrized weights are computed anew."""
+        """Restore the autocast state of forward inside, and compute parametrized weights anew."""
+        autocast = self.context.autocast
         if not parametrize._cache_enabled:
-            return self.autocast.restore() if self.autocast.differs() else _NOTHING
+            return autocast.restore() if autocast.differs() else _NOTHING
         both = contextlib.ExitStack()
-        both.enter_context(self.autocast.restore())
+        both.enter_context(autocast.restore())
         both.enter_context(_without_cache())
         return both
 
@@ -338,7 +290,7 @@ class Record:
         return held, _copies({slot.name: slot.tensor for slot in contents.buffers if _is_copied(contents, slot)})
 
     def _changed(self, copies: dict[str, Tensor], held: Sequence[Any]) -> dict[str, Tensor]:
-        """Return the buffers that the call has changed, as they were before; learn which of the large ones those are."""
+        """Return the changed buffers as they were before; learn which of the large ones calls change."""
         resting = {slot.name for slot, _, _ in self.unchanged}
         names = {slot.name for slot, _, _ in held} - resting
         unknown = names - copies.keys()
@@ -351,28 +303,23 @@ class Record:
         return {name: copies[name] for name in names}
 
     def again(self, q: Tensor, kwargs: dict[str, Any], call: Call, lent: dict[str, Tensor] | None) -> Any:
-        """Return branch(q) as it was, tracking gradients as the caller does; nothing outside moves.
+        """Return branch(q) as it was, tracking gradients as the caller does; nothing outside changes.
 
-        Args:
-            q: the state.
-            kwargs: its keyword arguments.
-            call: how to call the branch: (q, kwargs) -> u.
-            lent: tensors to use in place of its own parameters; None if its own will do.
+        `lent` has tensors to use in place of the branch's own parameters, or None.
         """
-        contents = self.contents
-        with evaluating, self._surroundings(), contextlib.ExitStack() as restored:
-            if contents.modes() != self.modes:
-                restored.enter_context(_training_modes(contents, self.modes))
-            if contents.holds_state and (tensors := self._tensors_to_lend()):
-                restored.enter_context(_lent(tensors))
-            if self.draws:
-                restored.enter_context(drawn_again(self.draws))
-            left = iter(self.kept)
-            _calls.stack.append((self, left))
+        contents, left, stack = self.contents, iter(self.kept), _calls.stack
+        with (
+            evaluating,
+            self._surroundings(),
+            _NOTHING if contents.modes() == self.modes else _training_modes(contents, self.modes),
+            _lent(self._tensors_to_lend()) if contents.holds_state else _NOTHING,
+            drawn_again(self.draws) if self.draws else _NOTHING,
+        ):
+            stack.append((self, left))
             try:
                 u = _recall(contents.branch, call, q, kwargs, lent)
             finally:
-                _calls.stack.pop()
+                stack.pop()
         if next(left, None) is not None:
             raise RuntimeError(
                 "the recomputation calls revode.keep less often than forward did: keep what decides it, too"
@@ -380,11 +327,11 @@ class Record:
         return u
 
     def reads_a_cache(self) -> bool:
-        """Return whether tensors that forward left on the branch's modules are still there after a recomputation."""
+        """Return True if tensors that forward left on the branch's modules are still there after a recomputation."""
         return bool(self.cached) and {id(held()) for held in self.cached} <= self.contents.tensors_held().keys()
 
     def _tensors_to_lend(self) -> list[tuple[Slot, Tensor | None]]:
-        """Return what has to stand in the place of buffers, for a branch to see what it saw in forward."""
+        """Return the tensors that must stand in the place of buffers in a recomputation."""
         tensors: list[tuple[Slot, Tensor | None]] = []
         for slot, buffer, version in self.unchanged:
             if version_of(buffer) != version:
@@ -405,8 +352,9 @@ def _recall(branch: nn.Module, call: Call, q: Tensor, kwargs: dict[str, Any], le
 
 
 def _rests(slot: Slot, buffer: Tensor, version: int | None, copies: dict[str, Tensor]) -> bool:
-    """Whether a buffer is what it was. ``buffer.data`` is written without a version, so a small one is compared; but on a CPU
-    only, since elsewhere the answer has to be waited for (there the check at the end of the walk back tells)."""
+    """Return True if a buffer is unchanged. ``buffer.data`` has no version, so on a CPU a small buffer is compared. Elsewhere
+    the comparison would wait for the device, and the check at the end of the walk back tells.
+    """
     if slot.tensor is not buffer or version_of(buffer) != version:
         return False
     copy = copies.get(slot.name)

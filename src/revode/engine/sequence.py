@@ -16,16 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from revode.engine import arrival
-from revode.engine.branch import Arguments, Context, is_sharded, refuse_unknown_arguments, tensor_leaves
+from revode.engine.branch import Context, refuse_unknown_arguments
+from revode.engine.call import Arguments, compilation_is_possible, eagerly, tensor_leaves
 from revode.engine.grid import Grid, bytes_kept, with_strides
-from revode.engine.inspection import KNOWN
-from revode.engine.path import Path
+from revode.engine.inspection import KNOWN, is_sharded
+from revode.engine.path import Path, entered
 from revode.engine.regional import compile_branches
-from revode.engine.step import Step, step_of
-from revode.engine.stored import Pass
+from revode.engine.step import Pass, Step, step_of
 from revode.engine.strategy import OPTIONS, Strategy
-from revode.engine.tracing import compilation_is_possible, eagerly
-from revode.engine.walk import entered
 from revode.memory import graph_bytes
 from revode.schemes import OpenState, Scheme, State
 
@@ -40,13 +38,13 @@ class ReversibleSequence(nn.Module):
 
     Args:
         branches: the branches in order, any ``nn.Module`` that keeps shape and dtype; pairs ``F1, G1, F2, G2, ...`` for
-            ``Verlet`` and ``AdditiveCoupling``. A branch is given without its skip connection: the scheme adds it. It may
-            return ``(u, aux)``, see ``forward``.
+            ``Verlet`` and ``AdditiveCoupling``. Leave out skip connections: the scheme adds them. A branch may return ``(u,
+            aux)``, see ``forward``.
         scheme: the integrator.
-        split_dim: the dimension that splitting schemes halve; by default that of the channels, and it must be given for
-            inputs of three dimensions, where (batch, channels, length) and (batch, time, width) look alike.
-        options: of `Strategy`: ``backprop``, ``exact``, ``anchor_every``, ``memory_budget``, ``verify``, ``compile``.
-            Branches other than our own fields are compiled in place, as by ``branch.compile()``.
+        split_dim: the dimension that splitting schemes halve; by default that of the channels. Give it for inputs of three
+            dimensions, where (batch, channels, length) and (batch, time, width) look alike.
+        options: of `Strategy`: ``backprop``, ``exact``, ``anchor_every``, ``memory_budget``, ``verify``, ``compile``. Branches
+            other than our own fields are compiled in place, as by ``branch.compile()``.
     """
 
     def __init__(
@@ -74,11 +72,10 @@ class ReversibleSequence(nn.Module):
         return self.strategy.grid
 
     def with_strategy(self, **changes: Any) -> ReversibleSequence:
-        """Return a sequence of the same branches, with the same parameters, that computes gradients in another way.
+        """Return a sequence of the same branches and parameters, with another gradient strategy.
 
         Args:
-            changes: options of `Strategy`, or ``split_dim``. A memory budget goes with ``backprop="reversible"`` only, and is
-                dropped with it.
+            changes: options of `Strategy`, or ``split_dim``. A memory budget is dropped unless ``backprop="reversible"``.
         """
         split_dim = changes.pop("split_dim", self.split_dim)
         strategy = self.strategy.replace(**changes)
@@ -88,7 +85,7 @@ class ReversibleSequence(nn.Module):
         return twin
 
     def forward(self, x: Tensor | State, *, return_state: bool = False, return_aux: bool = False, **kwargs: Any) -> Any:
-        """Return the readout of the final pair; the pair itself, and what branches returned beside their value, if asked.
+        """Return the readout of the final pair; if asked, also the pair and the aux of the branches.
 
         Args:
             x: the input; or a pair from another sequence of the same scheme, to go on from it.
@@ -109,14 +106,10 @@ class ReversibleSequence(nn.Module):
         return (y, *extras) if extras else y
 
     def states(self, x: Tensor | State, **kwargs: Any) -> Iterator[OpenState]:
-        """The pairs over depth: at entry, and after each branch; ordinary autograd follows if gradients are enabled.
+        """Yield the pairs over depth: at entry, and after each branch. Ordinary autograd follows if gradients are enabled.
 
-        It is a generator: ``send(pair)`` goes on from that pair in place of the one it gave. Before a scheme on one tensor has
-        started, the first member of its pair is None.
-
-        Args:
-            x: what ``forward`` takes.
-            kwargs: as for ``forward``.
+        ``send(pair)`` goes on from that pair in place of the last one. Before a scheme on one tensor has started, the first
+        member of its pair is None. `x` and `kwargs` are as for ``forward``.
         """
         p, q = state = self._enter(x)
         call = self._call(p, q, kwargs)
@@ -128,12 +121,10 @@ class ReversibleSequence(nn.Module):
             state = (yield state) or state
 
     def states_back(self, state: State, *, started: bool | None = None, **kwargs: Any) -> Iterator[OpenState]:
-        """The pairs that the walk back rebuilds: the final one, and before each branch from the last on.
+        """Yield the pairs that the walk back rebuilds: the final one, and before each branch from the last on.
 
-        Args:
-            state: the pair that ``forward(..., return_state=True)`` returned.
-            started: whether forward went on from a pair; by default it does so only in schemes that split their input.
-            kwargs: what forward was given.
+        `state`, and `kwargs` of forward, are as for ``inverse``. `started` is True if forward went on from a pair; by default
+        it does so only in schemes that split their input.
         """
         q, q_next = self._check_pair(state)
         self._check_invertible()
@@ -151,15 +142,15 @@ class ReversibleSequence(nn.Module):
             yield None, q
 
     def inverse(self, state: State, *, return_state: bool = False, **kwargs: Any) -> Any:
-        """The input that leads to `state`, by walking back.
+        """Return the input that leads to `state`, by walking back.
 
-        It is differentiable as any other computation, so where gradients are enabled it keeps a graph of all branches; under
-        ``torch.no_grad()`` it keeps nothing. A branch that draws random numbers is refused: call ``eval()`` first.
+        Where gradients are enabled, autograd keeps a graph of all branches; under ``torch.no_grad()`` nothing is kept. A branch
+        that draws random numbers is refused: call ``eval()`` first.
 
         Args:
             state: the pair that ``forward(..., return_state=True)`` returned.
             return_state: whether the forward call went on from a pair, so that a pair is wanted back.
-            kwargs: what forward was given.
+            kwargs: the keyword arguments of forward.
         """
         walk_back = ReversibleSequence._first_pair
         walk_back = eagerly(walk_back) if torch.compiler.is_compiling() else walk_back
@@ -169,7 +160,6 @@ class ReversibleSequence(nn.Module):
         return self.scheme.undo_init((p, q), self.split_dim)
 
     def _first_pair(self, state: State, started: bool, kwargs: dict[str, Any]) -> OpenState:
-        """Return the last of ``states_back``."""
         *_, first = self.states_back(state, started=started, **kwargs)
         return first
 
@@ -190,7 +180,7 @@ class ReversibleSequence(nn.Module):
             )
 
     def scheme_now(self) -> Scheme:
-        """The scheme that a call in the present mode runs: in eval mode it may be another."""
+        """Return the scheme of the present mode: in eval mode it may be another."""
         return self.scheme if self.training else self.scheme.in_eval()
 
     def _grid_now(self) -> Grid | None:
@@ -209,7 +199,7 @@ class ReversibleSequence(nn.Module):
         return Pass(branches, couplings, context, kwargs)
 
     def _enter(self, x: Tensor | State) -> OpenState:
-        """The pair to start from: ours alone, dense, in the state's dtype and on the grid."""
+        """Return the pair to start from: a copy, dense, in the state's dtype and on the grid."""
         if isinstance(x, tuple | list):
             p, q = self._check_pair(x)
         else:
@@ -239,7 +229,6 @@ class ReversibleSequence(nn.Module):
     def _run(
         self, p: Tensor | None, q: Tensor, kwargs: dict[str, Any], keeps_aux: bool, reversibly: bool
     ) -> tuple[State, list[Any]]:
-        """Return the final pair and the aux of the branches."""
         if not torch.compiler.is_compiling():
             arrival.check_arrived()
         call = self._call(p, q, kwargs, keeps_aux)
@@ -249,7 +238,7 @@ class ReversibleSequence(nn.Module):
             state = self._store(call, p, q, len(self.fields))
             assert state[0] is not None
             return (state[0], state[1]), call.aux
-        finally:  # a state out of range explains what a branch then makes of it
+        finally:  # an earlier state out of range explains the error of a branch
             call.context.close()
 
     def _walk(self, call: Pass, p: Tensor | None, q: Tensor) -> tuple[State, list[Any]]:
@@ -318,17 +307,17 @@ class ReversibleSequence(nn.Module):
         return index, (p, q)
 
     def _kept_bytes(self, q: Tensor, num_reversed: int) -> int:
-        """Return the bytes kept when so many branches at the end are not stored: pairs, and bits dropped on the grid."""
+        """Return the bytes kept if so many branches at the end are not stored: pairs, and bits dropped on the grid."""
         states = max(2, states_kept(num_reversed, self.segment_length()))
         shift = self.scheme_now().shift if self._grid_now() is not None else 0
         return states * q.numel() * q.element_size() + num_reversed * bytes_kept(shift or 0, q.numel())
 
     def segment_length(self) -> int:
-        """Return how many branches lie between two pairs that are kept: all, or as many as between two anchors."""
+        """Return the number of branches between two kept pairs: all, or as many as between two anchors."""
         return self.strategy.segment_length(self.scheme_now(), len(self.fields))
 
     def _runs_reversibly(self, p: Tensor | None, q: Tensor, kwargs: dict[str, Any]) -> bool:
-        """Return whether a call runs as a walk: gradients are wanted, and activations are not stored."""
+        """Return True if a call runs as a walk: gradients are wanted, and activations are not stored."""
         if self.backprop == "store" or not torch.is_grad_enabled() or torch.compiler.is_exporting():
             return False
         if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
@@ -345,7 +334,11 @@ KNOWN.add(ReversibleSequence)
 
 
 def states_kept(num_branches: int, length: int) -> int:
-    """States that so many branches keep in reversible segments of this length: a pair each, or the input of a single one."""
+    """Return how many states reversible segments of this length keep: a pair each, or the input of a single branch.
+
+    >>> states_kept(12, length=4), states_kept(12, length=1)
+    (6, 12)
+    """
     return math.ceil(num_branches / length) * (2 if length > 1 else 1)
 
 

@@ -7,6 +7,7 @@ backward:  u = F(q) and its VJP, from one evaluation;   p = (q' - c q - a u) / s
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,9 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from revode.engine import arrival
-from revode.engine.branch import Arguments, Context, Known, Replayed, evaluation_of, known_field
-from revode.engine.grid import with_strides
+from revode.engine.branch import Context, Evaluation, Known, Replayed, evaluation_of, known_field
+from revode.engine.call import Arguments
+from revode.engine.grid import gradient_in_strides, with_strides
 from revode.engine.regional import CompiledField
+from revode.engine.replay import Call, call_to_invert
 from revode.schemes import Coupling, Factor, Rounding, is_number, times
 
 Gradients = tuple[Tensor | None, Tensor | None, Sequence[Tensor | None]]
@@ -25,12 +28,7 @@ Gradients = tuple[Tensor | None, Tensor | None, Sequence[Tensor | None]]
 
 
 class Step:
-    """A coupling and its branch in one forward pass.
-
-    Args:
-        evaluation: how to evaluate the branch.
-        coupling: the coefficients (s, c, a).
-    """
+    """A coupling (s, c, a) and its branch in one forward pass."""
 
     def __init__(self, evaluation: Replayed, coupling: Coupling) -> None:
         self.evaluation = evaluation
@@ -38,16 +36,14 @@ class Step:
         self.remainder: Tensor | None = None
         """The bits of p that a coupling with |s| < 1 drops on the grid."""
         self.fingerprints: list[Tensor] = []
-        """Of q, and of u if a branch was replayed, where the walk back is to be verified."""
+        """Fingerprints of q, and of u if a branch was replayed, where the walk back is to be verified."""
         self.aux: Any = None
-        """The template of the branch's aux."""
         self.has_gradient = True
-        """Whether anything that enters it does; else it is never recomputed."""
+        """True if an input of the step has a gradient; else it is never recomputed."""
         self.is_planned = False
-        """Whether its node is made before it runs."""
+        """True if the node is made before the step runs."""
         self.is_released = False
         self.position = 0
-        """Its place in its path."""
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that ``retreat`` gives gradients for."""
@@ -65,30 +61,26 @@ class Step:
         return [tensor for tensor in (*self.own_tensors(), *arguments) if tensor is not None]
 
     def own_tensors(self) -> list[Tensor | None]:
-        """Return what this step alone keeps beside the pair."""
+        """Return the tensors that this step alone keeps beside the pair."""
         return [self.remainder, *self.fingerprints, *(() if self.is_released else self.evaluation.record.kept)]
 
     def set_own_tensors(self, following: Iterator[Any]) -> None:
-        """Hold as many tensors of `following` in the place of ``own_tensors``."""
+        """Take the place of ``own_tensors`` from `following`."""
         self.remainder = next(following)
         self.fingerprints = [next(following) for _ in self.fingerprints]
         if not self.is_released:
             self.evaluation.record.kept = [next(following) for _ in self.evaluation.record.kept]
 
     def release(self) -> None:
-        """Let go of what the way back has used."""
         self.is_released = True
         self.remainder, self.fingerprints = None, []
         self.evaluation.release()
 
     def advance(self, p: Tensor | None, q: Tensor, watched: bool, keeps_remainder: bool) -> tuple[Tensor, Any]:
-        """Return q' = s p + c q + a F(q) in the strides of q, and the branch's aux.
+        """Return q' = s p + c q + a F(q) in the strides of q, and the branch's aux; p is None at the start of a scheme on one
+        tensor.
 
-        Args:
-            p: the older state; None at the start of a scheme on one tensor.
-            q: the newer state.
-            watched: whether to keep fingerprints of q and F(q).
-            keeps_remainder: whether p will have to be found again.
+        `watched` keeps fingerprints of q and F(q), `keeps_remainder` the bits that the way back needs to find p.
         """
         evaluation = self.evaluation
         u, aux = evaluation.value(q, self.has_gradient)
@@ -108,12 +100,7 @@ class Step:
     ) -> tuple[Tensor | None, Tensor | None, Gradients]:
         """Return u = F(q), p if q' is given, and the gradients, from one evaluation of the branch.
 
-        Args:
-            q: the newer state before this step.
-            q_next: the state that this step made; None if p is not wanted.
-            gp: the gradient by the first member of the pair behind this step, which is q.
-            g: the gradient by its second member, q'.
-            g_aux: gradients by the tensors of the aux.
+        gp and g are the gradients by the pair (q, q') behind this step, `g_aux` those by the tensors of the aux.
         """
         evaluation, coupling, over_u = self.evaluation, self.coupling, self.evaluation.writes_over_value
         strides = q.stride()
@@ -134,7 +121,6 @@ class Step:
         return u, p, (g, gq, [_scaled(product, scale) for product in products[1:]])
 
     def rebuild(self, q: Tensor, q_next: Tensor) -> Tensor:
-        """Return p without gradients."""
         evaluation = self.evaluation
         evaluation.check_unchanged()
         u = evaluation.again(q)
@@ -187,7 +173,6 @@ class CompiledStep(Step):
 def step_of(
     context: Context, index: int, branch: nn.Module, coupling: Coupling, arguments: Arguments, q: Tensor
 ) -> Step:
-    """Return the step of a branch on states like q."""
     field = compiled_field(context, branch, coupling, arguments.given, q)
     if field is not None:
         return CompiledStep(Known(context, index, branch, arguments), coupling, field)
@@ -197,7 +182,7 @@ def step_of(
 def compiled_field(
     context: Context, branch: nn.Module, coupling: Coupling, has_arguments: bool, q: Tensor
 ) -> CompiledField | None:
-    """Return the branch as it runs compiled with its coupling, if it does."""
+    """Return the branch compiled with its coupling, or None if it does not run so."""
     shrinks = context.grid is not None and coupling.shift > 0
     if not context.compiled or context.keeps_aux or isinstance(coupling.carry, Tensor) or shrinks:
         return None
@@ -206,7 +191,7 @@ def compiled_field(
 
 
 def remainder_of(context: Context, coupling: Coupling, index: int, p: Tensor) -> Tensor | None:
-    """Return what ``retreat`` needs beside the pair to find p again: the bits that ``advance`` drops of it."""
+    """Return the bits of p that ``advance`` drops, which ``retreat`` needs to find p again."""
     if context.grid is None or not coupling.shift:
         return None
     return context.grid.remainder(p, coupling.shift, _up(index))
@@ -240,7 +225,7 @@ def retreat(
     *,
     over_u: bool = False,
 ) -> Tensor:
-    """Return the state before: ``advance`` undone."""
+    """Return the state before, which undoes ``advance``."""
     grid, rounding, out = context.grid, _rounding(context, over_u), u if over_u else None
     if grid is None or not coupling.shift:
         return with_strides(coupling.reverse(q, q_next, u, rounding, out), q.stride())
@@ -255,7 +240,7 @@ def _on_grid(coupling: Coupling) -> Coupling:
 
 
 def _up(index: int) -> bool:
-    """Return whether the step at `index` rounds ties up; steps alternate."""
+    """Return True if the step at `index` rounds ties up; steps alternate."""
     return index % 2 == 0
 
 
@@ -265,7 +250,7 @@ def _rounding(context: Context, in_place: bool) -> Rounding | None:
 
 
 def _plus(a: Tensor | None, b: Tensor | None, scale: Factor = 1.0, *, over_b: bool = False) -> Tensor | None:
-    """Return a + scale * b, either of which may be absent; written over b if nobody else needs it."""
+    """Return a + scale * b, either of which may be absent; written over b if nobody else needs b."""
     if b is None:
         return a
     out = b if over_b else None
@@ -275,7 +260,7 @@ def _plus(a: Tensor | None, b: Tensor | None, scale: Factor = 1.0, *, over_b: bo
 
 
 def _plus_kept(gq: Tensor | None, g: Tensor, keep: Factor, to_the_bit: bool) -> Tensor | None:
-    """Return gq + keep * g; in two roundings, as autograd does it, where bits must be those of the stored path."""
+    """Return gq + keep * g; in two roundings, as autograd does, where bits must be those of the stored path."""
     if is_number(keep, 0.0):
         return gq
     if isinstance(keep, Tensor) or to_the_bit:
@@ -290,3 +275,73 @@ def _scaled(product: Tensor | None, scale: Factor) -> Tensor | None:
     base = product._base
     is_whole = base is None or base.numel() == product.numel()
     return product if is_whole and is_number(scale, 1.0) else product * scale
+
+
+class Pass:
+    """The branches of one call with their coefficients, arguments and context; `first` steps came before."""
+
+    def __init__(
+        self,
+        branches: Sequence[nn.Module],
+        couplings: Sequence[Coupling],
+        context: Context,
+        kwargs: dict[str, Any],
+        first: int = 0,
+    ) -> None:
+        self.branches = branches
+        self.couplings = couplings
+        self.context = context
+        self.kwargs = kwargs
+        self.first = first
+        self.aux: list[Any] = []
+        """The aux of the branches, if wanted."""
+        self._shared: set[int] | None = None
+
+    def advance(self, index: int, p: Tensor | None, q: Tensor) -> Tensor:
+        """Return the state behind the branch at `index`, as ordinary autograd sees it."""
+        return self.couple(index, p, q, self.evaluate(index, q))
+
+    def evaluate(self, index: int, q: Tensor) -> Tensor:
+        """Return F(q) as ordinary autograd sees it; on the grid, gradients must be the engine's to the bit."""
+        evaluation = self._evaluation(index)
+        u, aux = evaluation.evaluate(q, self.kwargs, self._stored_call(evaluation, index, q))
+        if self.context.keeps_aux:
+            self.aux.append(aux)
+        elif torch.is_grad_enabled():
+            evaluation.warn_of_lost_aux(aux)
+        return u if self.context.grid is None or not u.requires_grad else gradient_in_strides(u)
+
+    def couple(self, index: int, p: Tensor | None, q: Tensor, u: Tensor) -> Tensor:
+        q_next = advance(self.context, self.couplings[index], self.first + index, p, q, u)
+        self.context.note(q_next, f"after {self._evaluation(index).name}")
+        return q_next
+
+    def retreat(self, index: int, q: Tensor, q_next: Tensor) -> Tensor:
+        """Return the state before the pair (q, q') behind the branch at `index`."""
+        evaluation = self._evaluation(index)
+        u, _ = evaluation.evaluate(q, self.kwargs, self._inverting_call(evaluation, index, q))
+        return retreat(self.context, self.couplings[index], self.first + index, q, q_next, u)
+
+    def _evaluation(self, index: int) -> Evaluation:
+        return Evaluation(self.context, self.first + index, self.branches[index], _NO_ARGUMENTS)
+
+    def _stored_call(self, evaluation: Evaluation, index: int, q: Tensor) -> Call:
+        branch = self.branches[index]
+        field = compiled_field(self.context, branch, self.couplings[index], bool(self.kwargs), q)
+        if field is not None:
+            return lambda q, kwargs: field.stored(q)
+        if self.context.grid is None or not torch.is_grad_enabled():
+            return lambda q, kwargs: branch(q, **kwargs)
+        if self._shared is None:
+            uses = Counter(id(parameter) for branch in self.branches for parameter in branch.parameters())
+            self._shared = {key for key, count in uses.items() if count > 1}
+        return evaluation.stored_call(self._shared)
+
+    def _inverting_call(self, evaluation: Evaluation, index: int, q: Tensor) -> Call:
+        field = compiled_field(self.context, self.branches[index], self.couplings[index], bool(self.kwargs), q)
+        if field is not None:
+            return lambda q, kwargs: field.stored(q, counts=False)
+        return lambda q, kwargs: call_to_invert(evaluation.contents(), q, kwargs, self.context)
+
+
+_NO_ARGUMENTS = Arguments({})

@@ -1,4 +1,4 @@
-"""How gradients are computed: one frozen set of options, checked once."""
+"""Gradient strategies: one frozen set of options, checked once."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from revode.schemes import Scheme
 
 STRATEGIES = ("reversible", "checkpoint", "store")
 ROUNDING_GROWTH = 64.0
-"""How far a walk back may amplify rounding (6 bits) before an anchor is kept, when |s| < 1."""
+"""The factor by which a walk back may amplify rounding (6 bits) before an anchor is kept, when |s| < 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """Options that change how gradients are computed, and never what is computed.
+    """Options that change how gradients are computed, and never their values.
 
     >>> Strategy(exact=True).replace(backprop="store")
     Strategy(backprop='store', exact=True)
@@ -28,7 +28,7 @@ class Strategy:
         anchor_every: keep the pair of every k-th step, so that drift starts anew there. Schemes that invert with amplified
             rounding (Momentum, damping) have anchors by default.
         memory_budget: bytes of activations that may be kept; as many branches as fit are stored, the rest recomputed.
-        verify: whether the walk back checks that it ends where forward began, and raises `ReversalError` if not.
+        verify: whether to check that the walk back ends where forward began; if not, raise `ReversalError`.
         compile: whether to compile the branches, once for each kind and shape.
     """
 
@@ -52,7 +52,7 @@ class Strategy:
 
     @property
     def grid(self) -> Grid | None:
-        """The grid of ``exact``."""
+        """Return the grid of ``exact``."""
         return self._grid  # type: ignore[attr-defined]
 
     def replace(self, **changes: Any) -> Strategy:
@@ -78,7 +78,7 @@ class Strategy:
         return None if scheme.shift is None else self.grid
 
     def segment_length(self, scheme: Scheme, num_branches: int) -> int:
-        """Return how many branches lie between two pairs that are kept: all, or as many as between two anchors."""
+        """Return the number of branches between two kept pairs: all, or as many as between two anchors."""
         if self.backprop == "checkpoint":
             return 1
         carry = abs(scheme.carry)
@@ -87,7 +87,7 @@ class Strategy:
         if self.anchor_every is not None:
             return self.anchor_every * scheme.fields_per_step
         if carry == 1.0 or self.grid_for(scheme) is not None:
-            return num_branches  # none in between
+            return num_branches  # no anchors
         return max(1, math.floor(math.log(ROUNDING_GROWTH) / -math.log(carry))) * scheme.fields_per_step
 
     def __repr__(self) -> str:
@@ -97,4 +97,3 @@ class Strategy:
 
 
 OPTIONS = tuple(field.name for field in dataclasses.fields(Strategy))
-"""Names of the options of a strategy."""

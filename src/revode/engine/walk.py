@@ -9,15 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from revode.engine import arrival
-from revode.engine.branch import Arguments, Context, tensor_leaves
+from revode.engine.branch import Context
+from revode.engine.call import Arguments, compilation_is_possible, eagerly, tensor_leaves, version_of
 from revode.engine.grid import with_strides
-from revode.engine.path import Path
-from revode.engine.replay import version_of
-from revode.engine.settings import Autocast
-from revode.engine.step import step_of
-from revode.engine.stored import Pass
+from revode.engine.path import Path, entered
+from revode.engine.step import Pass, step_of
 from revode.engine.strategy import Strategy
-from revode.engine.tracing import compilation_is_possible, eagerly
 from revode.schemes import Coupling, OpenState, Scheme, State
 
 
@@ -32,8 +29,8 @@ class Walk:
     ...     state = walk.step(branch, state)
     >>> walk.leave(state).sum().backward()
 
-    A state is a pair of tensors; the newer one is ``state[1]``. Losses may use the state of any step. A step from another
-    pair than the newest is right too: there the pair before is kept, and a new stretch begins.
+    A state is a pair of tensors; the newer one is ``state[1]``. Losses may use the state of any step. A step may also start
+    from another pair than the newest: that pair is kept, and a new stretch begins.
 
     Args:
         scheme: the integrator.
@@ -54,7 +51,7 @@ class Walk:
         self._newest: tuple[Any, ...] | None = None
 
     def enter(self, x: Tensor) -> OpenState:
-        """Return the pair that x enters the walk with: its halves, or (nothing, x)."""
+        """Return the pair that x enters the walk with: its halves, or (None, x)."""
         p, q = self.scheme.init(x, self.split_dim)
         q = self._enter_tensor(q)
         return None if p is None else with_strides(self._enter_tensor(p), q.stride()), q
@@ -75,9 +72,9 @@ class Walk:
 
         Args:
             branch: a module that keeps shape and dtype of ``state[1]``, without a skip connection.
-            state: the pair before it.
+            state: the pair before the branch.
             coupling: the coefficients of this step; the scheme's unless given.
-            return_aux: whether to return what the branch returned beside its value, too.
+            return_aux: whether to return the aux of a branch that returns ``(u, aux)``.
             kwargs: keyword arguments of the branch; tensors among them get their gradients.
         """
         step = eagerly(Walk._step) if compilation_is_possible() else Walk._step
@@ -94,7 +91,6 @@ class Walk:
         context = Context(q.device, self.strategy.grid_for(scheme), keeps_aux, warned=self._warned)
         if coupling is None:
             (coupling,) = scheme.couplings(1, q, p is not None, index)
-        self.num_steps += 1
         try:
             if self._records() and _require_grad([p, q, *tensor_leaves(kwargs), *branch.parameters()]):
                 path = self._path if self._goes_on_from(state) else None
@@ -107,26 +103,24 @@ class Walk:
                 aux = call.aux[0] if keeps_aux else None
         finally:
             context.close()
+        self.num_steps += 1
         self._path, self._newest = path, (*pair, *map(version_of, pair))
         return pair, aux
 
     def _records(self) -> bool:
-        """Return whether steps become nodes of a path; else they are ordinary autograd."""
+        """Return True if steps become nodes of a path; else they are ordinary autograd."""
         return torch.is_grad_enabled() and self.strategy.backprop != "store"
 
     def _goes_on_from(self, state: OpenState) -> bool:
-        """Return whether a pair is what this walk made last, as it was."""
+        """Return True if this walk made this pair last, and nobody changed it."""
         if self._newest is None or state[0] is not self._newest[0] or state[1] is not self._newest[1]:
             return False
         return self._newest[2:] == tuple(version_of(tensor) for tensor in state if tensor is not None)
 
     def undo(self, state: OpenState) -> None:
-        """Take back the newest step, which was made from this pair: a step on trial, such as one of an adaptive solver.
+        """Undo the newest step, which was made from the pair `state`; that pair is the newest again.
 
-        Random numbers that its branch has drawn, and buffers that it has changed, stay so.
-
-        Args:
-            state: the pair before that step; it is the newest again.
+        Use it for a step on trial, as in an adaptive solver. RNG states and buffers that the branch has changed stay changed.
         """
         _check_pair(state)
         older = None if self._newest is None else self._newest[0]
@@ -141,19 +135,6 @@ class Walk:
         """Return the readout of a pair."""
         _check_pair(state)
         return self.scheme.readout(state, self.split_dim)
-
-
-def entered(x: Tensor, grid: Any) -> Tensor:
-    """Return x as it enters a walk: ours alone, in the state's dtype and on the grid."""
-    if not x.is_floating_point():
-        raise ValueError(f"a state must be a floating-point tensor, got dtype {x.dtype}")
-    if x.is_nested:
-        raise ValueError(
-            "a state must be one dense tensor, got a nested (jagged) one: pad it, and pass a mask to the branches"
-        )
-    if x.dtype in (torch.float16, torch.bfloat16) and Autocast(x.device.type).enabled:
-        x = x.float()
-    return x.clone() if grid is None else grid.round(x)
 
 
 def _check_pair(state: Any) -> None:

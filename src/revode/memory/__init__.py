@@ -1,10 +1,4 @@
-"""Memory of a training step: counted while it runs, and reported for a model of yours.
-
-| module | holds |
-|---|---|
-| ``counters`` | bytes saved for backward, and graphs of autograd |
-| ``steps`` | the report on a model's training step |
-"""
+"""Memory of a training step: counted while it runs, and reported for a model of yours."""
 
 from __future__ import annotations
 
@@ -29,17 +23,17 @@ def report(model: nn.Module, batch: Any, loss: Callable[[Any], Any] | None = Non
     """Return bytes and time of a training step of `model`: stored, with a checkpoint of each block, and reversible.
 
     A model without reversible or converted blocks is shown as `revode.convert` would run it, if that finds its blocks. The
-    model is as before afterwards: weights, gradients, buffers, RNG states.
+    model's weights, gradients, buffers and RNG states stay as they are.
 
     >>> model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(12)])
-    >>> print(revode.memory.report(model, torch.randn(256, 32)))  # doctest: +ELLIPSIS
+    >>> print(report(model, torch.randn(256, 32), repeats=1))  # doctest: +ELLIPSIS
     parameters ..., gradients ...
 
     Args:
         model: the model, in training or eval mode.
-        batch: what it is called with: one argument, a tuple of arguments, or a dict of keyword arguments.
-        loss: makes a scalar of what the model returns. By default its attribute ``loss`` if there is one, else the mean
-            square of all floating-point tensors in it.
+        batch: one argument, a tuple of arguments, or a dict of keyword arguments of the model.
+        loss: makes a scalar of the model's output. By default the output's attribute ``loss`` if there is one, else the mean
+            square of all floating-point tensors in the output.
         repeats: how often each way is timed, after a step that is not.
     """
     from revode.memory.steps import measure  # the engine counts with this package, and the report needs the engine

@@ -22,7 +22,7 @@ from revode.engine import ReversibleSequence
 from revode.memory.counters import PeakActivations, SavedTensors, graph_bytes
 
 Way = Callable[[], contextlib.AbstractContextManager[None]]
-"""Makes the model run in some way while it is entered."""
+"""A function to a context in which the model runs in some way."""
 STORED, CHECKPOINTED, REVERSIBLE = "stored", "checkpoint of each block", "reversible"
 _NOISY = 1.5
 """The factor between steps of one way from which on their times are called noisy."""
@@ -32,7 +32,7 @@ _WORTHWHILE = 0.1
 
 @dataclass(frozen=True)
 class Cost:
-    """What a training step costs in one way.
+    """The cost of a training step in one way.
 
     Args:
         kept: bytes of activations that forward leaves for backward.
@@ -51,9 +51,9 @@ class MemoryReport:
 
     Args:
         parameters: bytes of all parameters.
-        gradients: bytes of the gradients of those that are trained.
+        gradients: bytes of the gradients of trained parameters.
         costs: by the way in which activations are kept.
-        remarks: what could not be measured, and why.
+        remarks: measurements that failed, and why.
     """
 
     parameters: int
@@ -76,11 +76,11 @@ class MemoryReport:
         told = f"activations are {share:.0%} of this step's {_bytes(stored)} without the optimizer"
         way = next((name for name in self.costs if name.startswith(REVERSIBLE)), None)
         if way is None:
-            return f"{told}; no reversible blocks to compare with"
+            return f"{told}; no reversible blocks to compare with: `revode.convert` the model, if it can be, and report again"
         saved, slower = stored - self.total(way), self.costs[way].seconds / self.costs[STORED].seconds
         if saved < _WORTHWHILE * stored:
             return f"do not use reversible blocks here: {told}, and they save {max(0, saved) / stored:.0%}"
-        told = f"{told}: reversible blocks save {saved / stored:.0%} and take {slower:.2f} of the time"
+        told = f"{told}: reversible blocks save {saved / stored:.0%} and take {slower:.2f} times as long"
         other = self.costs.get(CHECKPOINTED)
         if other is not None and other.peak - self.costs[way].peak < _WORTHWHILE * stored:
             return f"{told}; a checkpoint of each block saves {(stored - self.total(CHECKPOINTED)) / stored:.0%}"
@@ -176,7 +176,7 @@ def _ways_of(model: nn.Module) -> tuple[dict[str, Way], list[nn.Module], list[st
 
 
 def _holders(model: nn.Module) -> list[Any]:
-    """Return what has a strategy in the model: sequences, and conversions."""
+    """Return the modules and conversions that have a strategy."""
     sequences = [module for module in model.modules() if isinstance(module, ReversibleSequence)]
     return [*sequences, *conversions_in(model)]
 
@@ -201,7 +201,6 @@ def _with_backprop(holders: list[Any], backprop: str | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _checkpointed(blocks: list[nn.Module]) -> Iterator[None]:
-    """Run each block under torch's checkpoint inside."""
     own = [block.__dict__.get("forward") for block in blocks]
     for block in blocks:
         block.__dict__["forward"] = functools.partial(checkpoint, block.forward, use_reentrant=False)
@@ -216,7 +215,6 @@ def _checkpointed(blocks: list[nn.Module]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _converted(model: nn.Module, paths: list[str]) -> Iterator[None]:
-    """Convert these lists of blocks inside, by the default scheme."""
     convert(model, paths)
     try:
         yield
@@ -226,7 +224,7 @@ def _converted(model: nn.Module, paths: list[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Set gradients, buffers and RNG states back afterwards."""
+    """Restore gradients, buffers and RNG states afterwards."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     for parameter, _ in gradients:
@@ -283,7 +281,6 @@ def _plain(output: Any) -> Any:
 
 
 def _count(step: Callable[..., None], parameters: list[nn.Parameter]) -> tuple[int, int]:
-    """Return bytes kept by forward, and the peak over the step."""
     with SavedTensors(exclude=parameters) as saved:
         step(backward=False)
     with PeakActivations(exclude=parameters) as peak:

@@ -1,19 +1,10 @@
-"""Named networks: a staged classifier on the engine, a U-Net, a registry, and the zoo of the paper's tables.
+"""Named networks: a staged classifier on the engine, U-Nets, a GPT, a registry, and the zoo of the paper's tables.
 
     net = revode.create_model("hamiltonian-74", num_classes=10)
 
-What other rooms may rely on:
-
-- ``net.config``: a frozen dataclass (`NetworkConfig` or `UNetConfig`) with ``to_dict``, ``from_dict``, ``with_options``;
-  ``build(config)`` makes the network again.
-- ``net.num_layers``, as the paper counts.
-- ``net.sequences()``: the `ReversibleSequence` of every unit with its ``name`` and ``num_blocks``; none for a ResNet.
-- ``net.units()``: the branches (``fields``, ``fields_per_block``) and step size ``h`` of every unit as the paper counts them.
-- ``net.stem``, ``net.stages`` (each with ``body`` and ``transition``), ``net.head``; ``net.features(x)`` is what the head
-  sees; with ``transition="squeeze"`` it is the last pair, of which the head sees ``net.readout``.
-- ``net.inverse(features)``, of networks with ``transition="squeeze"`` and of U-Nets.
-- ``refine(net, name)``, ``coarsen(net, name)``: the network at another depth; ``Resampling`` maps momenta and averages too.
-- ``describe(net)``: shapes, parameters, FLOPs and bytes kept for backward, stage by stage.
+Every network has a ``config`` (``build(net.config)`` makes it again), ``num_layers`` as the paper counts, ``sequences()`` of
+`ReversibleSequence`, ``units()`` of branches as the paper counts them, and ``features(x)``, the head's input. With
+``transition="squeeze"`` the features are the last pair, and ``inverse(features)`` is the image; a U-Net has an inverse, too.
 """
 
 from revode.networks.classifier import InvertibleClassifier as InvertibleClassifier
@@ -21,10 +12,6 @@ from revode.networks.classifier import Stage as Stage
 from revode.networks.classifier import StagedClassifier as StagedClassifier
 from revode.networks.classifier import build as build
 from revode.networks.config import NetworkConfig as NetworkConfig
-from revode.networks.config import OdeConfig as OdeConfig
-from revode.networks.config import ResNetConfig as ResNetConfig
-from revode.networks.config import ReversibleConfig as ReversibleConfig
-from revode.networks.config import RevNetConfig as RevNetConfig
 from revode.networks.cost import Description as Description
 from revode.networks.families import FAMILIES as FAMILIES
 from revode.networks.families import Family as Family

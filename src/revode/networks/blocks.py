@@ -1,9 +1,8 @@
-"""What networks are made of besides their reversible branches: stems, transitions, heads, and the blocks of the baselines.
+"""Stems, transitions and heads of networks, and the blocks of the baselines.
 
-Everything here works in one, two or three dimensions. What makes its own layers takes ``ndim``; what does not reads the
-dimensions off its input. A transition takes what the unit before it hands over: a tensor, or the pair of a scheme.
-`PoolPad` and `Squeeze` act on each member of a pair alike, so nothing is joined, and the pair that the unit saves anyway is
-all that is kept.
+Everything here works in one, two or three dimensions. A module with layers of its own takes ``ndim``; others read the
+dimensions off their input. A transition takes the output of the unit before: a tensor, or the pair of a scheme. `PoolPad` and
+`Squeeze` act on each member of a pair alike. So nothing is joined, and only the pair is kept, which the unit saves anyway.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from revode.operators import CONVOLUTIONS, Activation, Conv3d, Edges
 from revode.schemes import State
 
 Features = Tensor | tuple[Tensor, ...]
-"""What passes from part to part: a tensor; or a pair, behind which a U-Net carries what it has set aside."""
+"""The value between parts: a tensor, or a pair, behind which a U-Net carries the channels it has set aside."""
 
 _CONVOLUTIONS: dict[int, Any] = {1: nn.Conv1d, 2: nn.Conv2d, 3: Conv3d}
 _POOLS: dict[int, Any] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
@@ -41,12 +40,12 @@ def convolution(
 
 
 def join(x: Features) -> Tensor:
-    """Join the halves of a pair along the channels; return a tensor as it is."""
+    """Return the halves of a pair joined along the channels, or the tensor itself."""
     return x if isinstance(x, Tensor) else torch.cat(x, dim=1)
 
 
 def pool(x: Tensor) -> Tensor:
-    """Return means over neighbours, two in each dimension; an odd edge is rounded up, as by a convolution of stride 2."""
+    """Average over neighbours, two in each dimension; an odd image size is rounded up, as by a convolution of stride 2."""
     odd = any(edge % 2 for edge in x.shape[2:])
     return _POOLS[x.dim() - 2](x, 2, ceil_mode=odd)
 
@@ -58,7 +57,7 @@ def pad_channels(x: Tensor, channels: int) -> Tensor:
 
 
 def squeeze(x: Tensor, strides: Sequence[int] = ()) -> Tensor:
-    """Make neighbours into channels (space to depth), as many in each dimension as `strides` says (2 unless given)."""
+    """Make neighbours channels (space to depth), as many in each dimension as `strides` says, 2 unless given."""
     ndim = x.dim() - 2
     strides = strides or [2] * ndim
     if ndim == 2 and strides[0] == strides[1]:
@@ -84,9 +83,9 @@ def unsqueeze(x: Tensor, strides: Sequence[int] = ()) -> Tensor:
 
 
 def haar(x: Tensor, grid: Grid | None = None, strides: Sequence[int] = ()) -> Tensor:
-    """Make sums and differences of two neighbours, in each dimension of stride 2, into channels: the Haar transform.
+    """Apply the Haar transform: sums and differences of two neighbours, in each dimension of stride 2, become channels.
 
-    The transform is orthonormal. With a grid it is the integer lifting form, means and differences that stay on the grid,
+    The transform is orthonormal. With a grid it has its integer lifting form, means and differences that stay on the grid,
     which `unhaar` undoes bit for bit. It saves nothing for backward.
     """
     strides = strides or [2] * (x.dim() - 2)
@@ -118,7 +117,7 @@ def unhaar(x: Tensor, grid: Grid | None = None, strides: Sequence[int] = ()) -> 
 
 
 class ConvStem(nn.Module):
-    """3x3 convolution, batch norm, ReLU."""
+    """A 3x3 convolution, batch norm and ReLU."""
 
     def __init__(self, in_channels: int, channels: int, ndim: int = 2) -> None:
         super().__init__()
@@ -132,13 +131,8 @@ class ConvStem(nn.Module):
 class PadStem(nn.Module):
     """The image's channels over and over until the first unit has enough: injective, so it can be undone.
 
-    Zeros would do as well, but a half of zeros puts every ReLU of the first branch on its kink, where a state recomputed to
-    round-off has another derivative than the stored one.
-
-    Args:
-        in_channels: channels of the image, behind the space to depth.
-        channels: channels of the first unit.
-        strides: of a space to depth before everything else, if any.
+    Zeros would put every ReLU of the first branch on its kink, where a state recomputed to round-off has another derivative
+    than the stored one. `strides` are those of a space to depth before everything else, if any.
     """
 
     def __init__(self, in_channels: int, channels: int, strides: Sequence[int] = ()) -> None:
@@ -153,7 +147,7 @@ class PadStem(nn.Module):
         return torch.cat([x] * times, dim=1)[:, : self.channels]
 
     def inverse(self, y: Tensor) -> Tensor:
-        """Return the image: drop the repetitions."""
+        """Return the image, without its repetitions."""
         y = y[:, : self.in_channels]
         return unsqueeze(y, self.strides) if self.strides else y
 
@@ -162,7 +156,7 @@ class PadStem(nn.Module):
 
 
 class LinearHead(nn.Module):
-    """Global average pool and a linear map, uniform ±sqrt(3 / fan_in) at first with bias 0."""
+    """A global average pool and a linear map, uniform ±sqrt(3 / fan_in) at first with bias 0."""
 
     def __init__(self, channels: int, num_classes: int) -> None:
         super().__init__()
@@ -176,7 +170,7 @@ class LinearHead(nn.Module):
 
 
 class NormHead(LinearHead):
-    """Batch norm, ReLU, global average pool, linear."""
+    """Batch norm, ReLU, global average pool and a linear map."""
 
     def __init__(self, channels: int, num_classes: int, ndim: int = 2) -> None:
         super().__init__(channels, num_classes)
@@ -187,10 +181,7 @@ class NormHead(LinearHead):
 
 
 class PointHead(nn.Module):
-    """Scores at every point: a convolution with kernel 1 on both members of a pair, drawn as `LinearHead` is.
-
-    The members are not joined, so that nothing is kept but the pair, which its unit keeps anyway.
-    """
+    """Scores at every point: a convolution with kernel 1 on both members of a pair, which are not joined to save memory."""
 
     def __init__(self, channels: int, num_classes: int, ndim: int = 2) -> None:
         super().__init__()
@@ -208,27 +199,21 @@ class PointHead(nn.Module):
 
 
 class DeepHead(PointHead):
-    """Scores at each of several resolutions: a `PointHead` for the last pair, and one for each coarser pair before it.
-
-    Args:
-        channels: channels of each pair, the finest first.
-        num_classes: scores at a point.
-        ndim: spatial dimensions.
-    """
+    """Scores at each of several resolutions: a `PointHead` for the last pair, and for each coarser pair before it."""
 
     def __init__(self, channels: Sequence[int], num_classes: int, ndim: int = 2) -> None:
         super().__init__(channels[0], num_classes, ndim)
         self.coarse = nn.ModuleList(PointHead(coarse, num_classes, ndim) for coarse in channels[1:])
 
     def forward(self, x: Any) -> Any:
-        """Return the scores of the finest pair, if it is alone; or a list, the scores of each pair."""
+        """Return the scores of a single pair, or a list of the scores of each pair."""
         if isinstance(x, tuple):
             return super().forward(x)
         return [super().forward(x[0]), *(head(pair) for head, pair in zip(self.coarse, x[1:], strict=True))]
 
 
 class PoolPad(nn.Module):
-    """Average pool 2 and zero channels on both sides, for each half of a pair by itself (the authors' code)."""
+    """An average pool of size 2 and zero channels on both sides, for each half of a pair by itself (the authors' code)."""
 
     def __init__(self, out_channels: int) -> None:
         super().__init__()
@@ -245,7 +230,7 @@ class PoolPad(nn.Module):
 
 
 class Connector(nn.Module):
-    """1x1 convolution, norm, activation, average pool (rule M; the last one leaves pooling to the head)."""
+    """A 1x1 convolution, norm, activation, average pool (rule M; the last one leaves pooling to the head)."""
 
     def __init__(
         self, in_channels: int, out_channels: int, norm: str, activation: str, *, pools: bool = True, ndim: int = 2
@@ -268,22 +253,13 @@ class Squeeze(nn.Module):
         return squeeze(x) if isinstance(x, Tensor) else (squeeze(x[0]), squeeze(x[1]))
 
     def inverse(self, x: State) -> State:
-        """Undo it."""
+        """Undo the permutation (depth to space)."""
         return unsqueeze(x[0]), unsqueeze(x[1])
 
 
 class PreActivation(nn.Module):
-    """norm, σ, conv, norm, σ, conv: the residual branch of both baselines (He et al. 2016).
-
-    Args:
-        in_channels: channels of its input.
-        out_channels: channels of its output; ``in_channels`` unless given.
-        stride: of the first convolution.
-        leading: whether the first norm and σ are there; the very first branch of a network has neither.
-        norm: a name of `NORMS`.
-        activation: σ, by name or as a callable.
-        kernel_size: odd edge length of the kernels, or one for each dimension.
-        ndim: spatial dimensions.
+    """The residual branch of both baselines (He et al. 2016): norm, σ, conv, norm, σ, conv; without `leading` only the last
+    four.
     """
 
     def __init__(
@@ -313,7 +289,7 @@ class PreActivation(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """shortcut(x) + branch(x); the shortcut of a strided block averages 2x2 pixels and pads channels with zeros."""
+    """The block shortcut(x) + branch(x); the shortcut of a strided block averages 2x2 pixels and pads channels with zeros."""
 
     def __init__(self, in_channels: int, out_channels: int, *, stride: int = 1, **branch: Any) -> None:
         super().__init__()
@@ -327,10 +303,7 @@ class ResidualBlock(nn.Module):
 
 
 class StridedBlock(nn.Module):
-    """RevNet's first block of a later unit (Gomez et al. 2017): y' = s(y) + F(z), z' = s(z) + G(y'); not reversible.
-
-    s pools and pads.
-    """
+    """RevNet's first block of a later unit: y' = s(y) + F(z), z' = s(z) + G(y'), where s pools and pads. Not reversible."""
 
     def __init__(self, in_channels: int, out_channels: int, norm: str, activation: str, *, ndim: int = 2) -> None:
         super().__init__()

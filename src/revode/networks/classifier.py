@@ -39,9 +39,12 @@ class Unit(NamedTuple):
 class Stage(nn.Module):
     """A sequence of blocks at one width and resolution, and the transition behind it.
 
+    >>> stage = create_model("resnet-14").stages[1]
+    >>> stage(torch.randn(1, 16, 8, 8)).shape
+    torch.Size([1, 32, 4, 4])
+
     Args:
-        body: the sequence; anything from tensor to tensor if it is not reversible, and may be absent.
-        transition: what follows it.
+        body: the sequence; any module from tensor to tensor if it is not reversible, and may be absent.
         passes_pair: whether the transition gets the pair of the scheme, or its newest state.
     """
 
@@ -55,7 +58,7 @@ class Stage(nn.Module):
         return self.transition(self.run_body(x))
 
     def run_body(self, x: Features) -> Features:
-        """What the transition gets."""
+        """Return the input of the transition."""
         if isinstance(self.body, ReversibleSequence):
             # What a U-Net has set aside is carried past the blocks.
             entering, aside = (x, ()) if isinstance(x, Tensor) else (x[:2], x[2:])
@@ -67,7 +70,7 @@ class Stage(nn.Module):
         return x
 
     def inverse(self, x: Features, return_state: bool) -> Features:
-        """What came in, as a pair or as the tensor that it was made of; for stages that pass pairs on."""
+        """Return the input of a stage that passes pairs on: a pair, or the tensor that the pair was made of."""
         if not isinstance(self.transition, nn.Identity):
             x = cast(Any, self.transition).inverse(x)
         found = cast(ReversibleSequence, self.body).inverse(cast(State, x[:2]), return_state=return_state)
@@ -75,18 +78,17 @@ class Stage(nn.Module):
 
 
 class StagedClassifier(nn.Module):
-    """Images to class scores through units of blocks at falling resolution.
+    """A network from images to class scores, through units of blocks at falling resolution.
 
-    Args:
-        config: all there is to know.
-        stem: image to features.
-        stages: the units.
-        head: features to scores.
+    >>> model = create_model("hamiltonian-14")
+    >>> model(torch.randn(2, 3, 32, 32)).shape, model.num_layers
+    (torch.Size([2, 10]), 14)
     """
 
     def __init__(self, config: NetworkConfig, stem: nn.Module, stages: list[Stage], head: nn.Module) -> None:
         super().__init__()
         self.config = config
+        self.reduction = config.reduction
         self.stem = stem
         self.stages = nn.ModuleList(stages)
         self.head = head
@@ -96,15 +98,15 @@ class StagedClassifier(nn.Module):
         return self.head(self.readout(self.run_stages(x)))
 
     def features(self, x: Tensor) -> Tensor:
-        """Return the last features: what the head sees, or with squeeze transitions the pair that `readout` reads it from."""
+        """Return the last features: the head's input, or with squeeze transitions the pair that `readout` reads it from."""
         return join(self.run_stages(x))
 
     def readout(self, x: Features) -> Tensor:
-        """Return what the head sees of the last features."""
+        """Return the head's input from the last features."""
         return join(x)
 
     def run_stages(self, x: Tensor) -> Features:
-        """Stem and stages, the pair not yet joined."""
+        """Run stem and stages; the pair is not yet joined."""
         self.check_image(x)
         if self.config.memory_budget and torch.is_grad_enabled():
             self._share_budget(x, self.config.memory_budget)
@@ -114,8 +116,8 @@ class StagedClassifier(nn.Module):
         return y
 
     def check_image(self, x: Tensor) -> None:
-        """Refuse what is not a batch of images with the right channels, large enough for the units."""
-        smallest = self.config.reduction
+        """Raise unless x is a batch of images with the right channels, large enough for the units."""
+        smallest = self.reduction
         if x.dim() != 4 or x.shape[1] != self.config.in_channels or min(x.shape[2:]) < smallest:
             raise ValueError(
                 f"{self.config.name} takes images of shape (batch, {self.config.in_channels}, height, width) with edges "
@@ -123,12 +125,7 @@ class StagedClassifier(nn.Module):
             )
 
     def with_strategy(self, backprop: str, **changes: Any) -> StagedClassifier:
-        """A network of the same parts, with the same parameters, under another strategy and without a memory budget.
-
-        Args:
-            backprop: the strategy.
-            changes: further ones, as ``ReversibleSequence.with_strategy`` takes them.
-        """
+        """Return a network of the same parts and parameters, under another strategy and without a memory budget."""
         stages = []
         for stage in cast(list[Stage], self.stages):
             body = stage.body
@@ -138,15 +135,14 @@ class StagedClassifier(nn.Module):
         return self._of_parts(dataclasses.replace(self.config, memory_budget=None), self.stem, stages, self.head)
 
     def _of_parts(self, *parts: Any) -> StagedClassifier:
-        """A network of this kind."""
         return type(self)(*parts)
 
     def measure(self, image_shape: tuple[int, ...], batch: int) -> list[PartCost]:
-        """What stem, units, transitions and head cost for a batch of images of this shape."""
+        """Return the cost of stem, units, transitions and head for a batch of images of this shape."""
         return measure_parts(self, image_shape, batch)
 
     def _share_budget(self, x: Tensor, budget: int) -> None:
-        """Give each sequence its part of the memory budget for a batch like x; measured once for each kind of call."""
+        """Give each sequence its part of the memory budget for a batch like x; measure once for each kind of call."""
         autocast = torch.is_autocast_enabled(x.device.type), torch.get_autocast_dtype(x.device.type)
         kind = (budget, x.shape, x.dtype, self.training, *autocast)
         if kind not in self._shares:
@@ -162,11 +158,11 @@ class StagedClassifier(nn.Module):
 
     @property
     def num_layers(self) -> int:
-        """Layers as the paper counts them: convolutions in the blocks, the stem and the linear map."""
+        """Return the number of layers as the paper counts them: convolutions in the blocks, the stem and the linear map."""
         return self.config.num_layers
 
     def sequences(self) -> list[NamedSequence]:
-        """The reversible sequences in order, with a name and their depth in blocks; none for a ResNet."""
+        """Return the reversible sequences in order, with a name and their depth in blocks; none for a ResNet."""
         found = []
         for index, stage in enumerate(self.stages):
             body = cast(Stage, stage).body
@@ -176,7 +172,7 @@ class StagedClassifier(nn.Module):
         return found
 
     def units(self) -> list[Unit]:
-        """The branches of the reversible blocks, sorted by the unit they belong to as the paper counts; none for a ResNet."""
+        """Return the branches of the reversible blocks, by the unit they belong to as the paper counts; none for a ResNet."""
         sequences = [sequence for _, sequence, _ in self.sequences()]
         if not sequences:
             return []
@@ -194,7 +190,13 @@ class StagedClassifier(nn.Module):
 
 
 class InvertibleClassifier(StagedClassifier):
-    """A classifier with `Squeeze` transitions: from its last features the image can be computed."""
+    """A classifier with `Squeeze` transitions: from its last features the image can be computed.
+
+    >>> model = create_model("hamiltonian-14", transition="squeeze").eval()
+    >>> x = torch.randn(1, 3, 32, 32)
+    >>> torch.allclose(model.inverse(model.features(x)), x, atol=1e-4)
+    True
+    """
 
     def check_image(self, x: Tensor) -> None:
         super().check_image(x)
@@ -205,16 +207,12 @@ class InvertibleClassifier(StagedClassifier):
             )
 
     def readout(self, x: Features) -> Tensor:
-        """The halves joined, or the newest of two states."""
+        """Return the halves joined, or the newest of two states."""
         sequence = self.sequences()[-1].sequence
         return sequence.scheme.readout(cast(State, x), 1)
 
     def inverse(self, features: Tensor) -> Tensor:
-        """The image whose `features` these are.
-
-        Args:
-            features: both members of the last pair, joined along the channels, as `features` returns them.
-        """
+        """Return the image of these `features`: both members of the last pair, joined along the channels."""
         channels = self.config.pair_channels
         if features.dim() != 2 + self.config.ndim or features.shape[1] != channels:
             raise ValueError(f"inverse takes features of shape (batch, {channels}, …), got {tuple(features.shape)}")
@@ -226,19 +224,24 @@ class InvertibleClassifier(StagedClassifier):
 
 @singledispatch
 def build(config: NetworkConfig) -> StagedClassifier:
-    """The network that `config` describes, with fresh weights."""
+    """Return the network that `config` describes, with fresh weights.
+
+    >>> build(model_config("hamiltonian-14", num_classes=100)).config.num_classes
+    100
+    """
     return assemble(config, InvertibleClassifier if config.passage.carries_pair else StagedClassifier)
 
 
 def assemble(config: NetworkConfig, kind: type[StagedClassifier]) -> StagedClassifier:
-    """A network of this kind: stem, stages, head."""
+    """Return a network of this kind: stem, stages, head."""
     # The seed of smooth kernels is drawn before anything else, so that it does not depend on the depth.
     seed = int(torch.randint(2**62, (), device="cpu")) if config.init == "smooth" else None
-    # Seeds draw a ResNet's stem after its units, others' before.
-    stages = [] if config.row.scheme else _make_stages(config)
-    stem = config.passage.stem(config)
-    stages = stages or _make_stages(config)
-    model = kind(config, stem, stages, config.passage.head(config.head_channels, config.num_classes))
+    model = kind(
+        config,
+        config.passage.stem(config),
+        _make_stages(config),
+        config.passage.head(config.head_channels, config.num_classes),
+    )
     if seed is not None:
         generator = torch.Generator().manual_seed(seed)
         for _, sequence, _ in model.sequences():
@@ -260,7 +263,7 @@ def _make_stages(config: NetworkConfig) -> list[Stage]:
 
 
 def make_body(config: NetworkConfig, unit: int) -> nn.Module | None:
-    """The blocks at the width of this unit, or None if there are none."""
+    """Return the blocks at the width of this unit, or None if there are none."""
     row, scheme = config.row, cast(Any, config.row.scheme)
     options: dict[str, Any] = {"activation": config.activation, "norm": config.norm, "ndim": config.ndim}
     options |= config.branch_options(unit)
@@ -273,12 +276,14 @@ def make_body(config: NetworkConfig, unit: int) -> nn.Module | None:
         if config.compile:
             compile_branches(fields)
         return nn.Sequential(*fields)
-    time = {"h": config.step_size(unit), "start": config.start} if row.integrates else {}
+    given = {"h": config.step_size(unit), "start": config.start} if row.integrates else {}
+    given |= {"damping": config.damping}
+    given = {name: value for name, value in given.items() if value}
     if not fields:
         return None
     return ReversibleSequence(
         fields,
-        scheme(**time, damping=config.damping),
+        scheme(**given),
         backprop=config.backprop,
         exact=config.exact,
         anchor_every=config.anchor_every,
@@ -291,17 +296,13 @@ def make_body(config: NetworkConfig, unit: int) -> nn.Module | None:
 def smooth_in_time_(sequence: ReversibleSequence, generator: torch.Generator) -> None:
     """Overwrite the kernels of a sequence by ones that vary smoothly in time.
 
-    Independent kernels in every block are a noise that the ODE view has no limit for. Here the kernels of N blocks are samples
-    of one curve for each position within a block,
+    The ODE view has no limit for independent kernels in every block. Here the kernels of N blocks are samples of one curve for
+    each position within a block,
 
         K_j = cos(θ_j) A + sin(θ_j) B,    θ_j = (π/2) (j + 1/2) / N,
 
-    with A and B drawn as the paper draws a kernel: every K_j has the paper's distribution, neighbours differ by O(1/N), and
-    with h = T/N the network converges as N grows.
-
-    Args:
-        sequence: its fields have an ``operator``.
-        generator: where A and B are drawn from; what is drawn does not depend on N.
+    with A and B drawn as the paper draws a kernel, independently of N. Every K_j has the paper's distribution, neighbours
+    differ by O(1/N), and with h = T/N the network converges as N grows.
     """
     per_step = sequence.scheme.fields_per_step
     done: set[int] = set()

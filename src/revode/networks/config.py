@@ -1,6 +1,6 @@
-"""What a network is, as data: one frozen dataclass that builds it, is saved with it, and explains it.
+"""The config of a network: one frozen dataclass that builds it, is saved with it, and explains it.
 
-Its family says which options it has: those of `REVERSIBLE` if its units are reversible sequences, those of `IN_TIME` if they
+The family says which options there are: those of `REVERSIBLE` if its units are reversible sequences, those of `IN_TIME` if they
 integrate an ODE. Everything is checked here, once; a builder trusts its config.
 """
 
@@ -26,23 +26,26 @@ KINDS: dict[str, type[NetworkConfig]] = {}
 class NetworkConfig:
     """A classifier of images: stem, units of blocks, head.
 
+    >>> model_config("hamiltonian-14").with_options(num_classes=100, exact=True).num_layers
+    14
+
     Args:
-        name: what the network is called.
-        family: which kind of blocks it has.
+        name: the name of the network.
+        family: a name of `FAMILIES`, which decides the blocks.
         blocks: blocks in each unit, as the paper counts them.
         channels: channels of each unit.
         num_classes: outputs.
         in_channels: channels of the image.
-        image_size: edge of the image, for the checks and for `describe`; the network takes larger and smaller ones too.
+        image_size: the image size for the checks and for `describe`; the network takes larger and smaller ones too.
         activation: σ by name.
         norm: inside the blocks: ``"none"`` (a bias), ``"batch"``, ``"instance"``, ``"group"`` or ``"tv"`` (batch-independent).
         backprop: ``"reversible"``, ``"checkpoint"`` or ``"store"``; by default the first that the family offers.
-        compile: whether blocks run compiled, once for each kind and shape. Files of a network do not remember it.
+        compile: whether blocks run compiled, once for each kind and shape. Files of a network do not store it.
         exact: True, or the bits of the grid, for bit-exact reversing.
-        verify: whether the walk back checks that it ends where forward began.
+        verify: whether to check that the walk back ends where forward began.
         anchor_every: keep the state of every k-th block.
         memory_budget: bytes of activations that the whole network may keep; as much as fits is not recomputed.
-        damping: d in [0, 1): multiplies the carried state by 1 - d at every step.
+        damping: d in [0, 1) multiplies the carried state by 1 - d at every step.
         h: step size, or one for each unit; leave it out for `horizon`.
         horizon: T, so that a unit of N blocks takes steps of h = T / N: deeper is finer, not longer.
         init: ``"independent"`` kernels in every block, or kernels ``"smooth"`` in time.
@@ -72,9 +75,9 @@ class NetworkConfig:
     start: str | None = None
     transition: str = "pool_pad"
 
-    ndim = 2  # of the images
-    usual_batch = 100  # images in a step, where nobody says how many
-    scores_points = False  # or the image as a whole
+    ndim = 2  # spatial dimensions of an image
+    usual_batch = 100  # batch size of `describe` by default
+    scores_points = False  # False: one row of scores for an image
     transitions = ("pool_pad", "connector", "squeeze")
 
     def __post_init__(self) -> None:
@@ -94,7 +97,7 @@ class NetworkConfig:
         yield from not_among("family", self.family, FAMILIES)
 
     def _faults(self) -> Iterator[str]:
-        """A sentence for everything that is wrong; each relies on what the sentences before it claim."""
+        """Yield a sentence for every fault; each relies on the claims of the sentences before it."""
         for name in ("blocks", "channels"):
             if not getattr(self, name) or not all(map(is_count, getattr(self, name))):
                 yield f"{name} must be positive integers, got {getattr(self, name)!r}"
@@ -179,78 +182,78 @@ class NetworkConfig:
 
     @property
     def row(self) -> Family:
-        """All that its family decides."""
+        """Return the family."""
         return FAMILIES[self.family]
 
     @property
     def passage(self) -> Transition:
-        """All that the transition between its units decides."""
+        """Return the transition between the units."""
         return TRANSITIONS[self.transition if self.row.integrates else self.row.transition]
 
     @property
     def entries(self) -> list[str]:
-        """The names of what a config of this family holds; all else keeps its default."""
+        """Return the names of the options that this family has; all others keep their defaults."""
         absent = (() if self.row.scheme else REVERSIBLE) + (() if self.row.integrates else IN_TIME)
         return [field.name for field in dataclasses.fields(self) if field.name not in absent]
 
     @property
     def strategies(self) -> tuple[str, ...]:
-        """The ways of computing gradients that the network offers."""
+        """Return the gradient strategies that the network offers."""
         return STRATEGIES if self.row.scheme else ("store",)
 
     @property
     def splits(self) -> bool:
-        """Whether the pair is the two halves of the channels."""
+        """Return True if the pair is the two halves of the channels."""
         return self.row.scheme is not None and self.row.scheme.splits
 
     @property
     def num_units(self) -> int:
-        """Units, each at its own width and resolution."""
+        """Return the number of units, each at its own width and resolution."""
         return len(self.blocks)
 
     @property
     def num_layers(self) -> int:
-        """Layers as the paper counts them: convolutions in the blocks, the stem and the linear map."""
+        """Return the number of layers as the paper counts them: convolutions in the blocks, the stem and the linear map."""
         return self.row.layers_per_block * sum(self.blocks) + 2
 
     @property
     def reduction(self) -> int:
-        """How many times smaller than the image the smallest features are, in each dimension."""
+        """Return how many times smaller than the image the smallest features are, in each dimension."""
         return 2 ** (len(self.channels) - 1)
 
     @property
     def stage_blocks(self) -> tuple[int, ...]:
-        """Blocks that run at the width of each unit."""
+        """Return the number of blocks that run at the width of each unit."""
         last = self.num_units - 1
         return tuple(n + self.passage.extra_blocks(unit, last) for unit, n in enumerate(self.blocks))
 
     @property
     def stage_channels(self) -> tuple[int, ...]:
-        """Channels of the blocks that run at the width of each unit."""
+        """Return the channels of the blocks that run at the width of each unit."""
         return self.channels
 
     @property
     def head_channels(self) -> int:
-        """Channels that the head sees."""
+        """Return the channels of the head's input."""
         return self.channels[-1]
 
     @property
     def pair_channels(self) -> int:
-        """Channels of both members of the last pair."""
+        """Return the channels of both members of the last pair."""
         return self.stage_channels[-1] * (1 if self.splits else 2)
 
     def branch_options(self, unit: int) -> dict[str, Any]:
-        """Options of the branches of this unit beside activation, norm and dimensions."""
+        """Return the options of this unit's branches beside activation, norm and dimensions."""
         return {}
 
     def step_size(self, unit: int) -> float:
-        """h of the unit at this index; 1 where the scheme has none."""
+        """Return h of the unit at this index, or 1 if the scheme has none."""
         if self.horizon is not None:
             return self.horizon / self.blocks[unit]
         return self.h[unit] if isinstance(self.h, tuple) else self.h or 1.0
 
     def image_shape(self, size: int | Sequence[int] | None = None) -> tuple[int, ...]:
-        """Channels and edges of an image with these edges, or this one edge; the config's own unless given."""
+        """Return channels and image size for this size, one number or one for each dimension; the config's own unless given."""
         size = self.image_size if size is None else size
         edges = (size,) * self.ndim if isinstance(size, int) else tuple(size)
         if len(edges) != self.ndim:
@@ -260,7 +263,7 @@ class NetworkConfig:
         return (self.in_channels, *edges)
 
     def with_options(self, **options: Any) -> Self:
-        """This config with some options replaced; an unknown one is refused with the valid ones."""
+        """Return a config with these options replaced. Raise for an unknown option, and list the valid ones."""
         names = [name for name in self.entries if name not in ("name", "family", "ndim")]
         for option in options:
             if option not in names:
@@ -268,7 +271,7 @@ class NetworkConfig:
         return dataclasses.replace(self, **self._resolve(options))
 
     def _resolve(self, options: dict[str, Any]) -> dict[str, Any]:
-        """The options, and those that follow from them."""
+        """Return the options, and those that follow from them."""
         for given, other in (("h", "horizon"), ("horizon", "h")):
             if options.get(given) is not None:
                 options = {other: None} | options
@@ -279,13 +282,13 @@ class NetworkConfig:
         return options
 
     def to_dict(self) -> dict[str, Any]:
-        """What the network is in plain values, for JSON and YAML; not whether it runs compiled here."""
+        """Return the config as plain values, for JSON and YAML, without ``compile``."""
         values = {name: getattr(self, name) for name in self.entries if name != "compile"}
         return {name: _as_lists(value) for name, value in values.items()}
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> NetworkConfig:
-        """The config that `to_dict` gave, of the class that its family asks for."""
+        """Return the config that `to_dict` gave, of the class of its family."""
         if not isinstance(values, Mapping):
             raise ValueError(f"not a network's config: {values!r}")
         known = dict.fromkeys(FAMILIES, NetworkConfig) | KINDS
@@ -299,27 +302,21 @@ class NetworkConfig:
         return kind(**values)
 
 
-OdeConfig = ReversibleConfig = RevNetConfig = ResNetConfig = NetworkConfig
-"""Names from when the kinds of families had configs of their own."""
-
-
 def squeezed_channels(first: int, num_units: int) -> tuple[int, ...]:
-    """first, 4 first, 16 first, ...: what space-to-depth makes of the channels."""
+    """Return first, 4 first, 16 first, ..., the channels behind each space to depth."""
     return tuple(first * 4**unit for unit in range(num_units))
 
 
 def _as_lists(value: Any) -> Any:
-    """Tuples as lists, inside each other, too."""
     return list(map(_as_lists, value)) if isinstance(value, tuple) else value
 
 
 def not_among(name: str, value: Any, choices: Iterable[str], where: str = "") -> Iterator[str]:
-    """The sentence that refuses a value that is not among `choices`."""
+    """Yield the sentence that refuses a value that is not among `choices`."""
     choices = tuple(choices)
     if value not in choices:
         yield f"{name} must be {' or '.join(map(repr, choices))}{where}, got {value!r}"
 
 
 def is_count(value: Any) -> bool:
-    """Whether it is a positive integer."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 0

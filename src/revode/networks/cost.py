@@ -1,11 +1,11 @@
-"""What a network costs before it is trained, part by part: FLOPs, and bytes kept for backward under each strategy.
+"""The cost of a network before training, part by part: FLOPs, and bytes kept for backward under each strategy.
 
-A forward pass on two and one on three images is counted under every strategy; bytes are affine in the batch, so that says
-what the batch keeps. A tensor that several parts keep counts for the first of them.
+A forward pass on two and one on three images is counted under every strategy; bytes are affine in the batch. A tensor that
+several parts keep counts for the first of them.
 
-One memory budget for a whole network is shared among its units: stem, transitions and head keep what they must, each unit at
-least its final pair and the graph of one branch. The rest goes where it spares most recomputation: to the units whose branches
-cost most FLOPs for a byte kept, which are the later ones.
+One memory budget for a whole network is shared among its units. Stem, transitions and head keep what they must, each unit at
+least its final pair and the graph of one branch. The rest goes to the units whose branches cost most FLOPs for a byte kept,
+which are the later ones.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from revode.networks.config import NetworkConfig
 
 @dataclass(frozen=True)
 class PartCost:
-    """One row of a network's bill.
+    """The cost of one part of a network.
 
-    ``flops`` are those of one image, ``saved`` are bytes of the whole batch by strategy, and ``branches`` those of the graphs
-    of the single branches of a reversible unit.
+    ``flops`` are those of one image, ``saved`` are bytes of the whole batch by strategy. ``branches`` are the bytes of the
+    graphs of the single branches of a reversible unit.
     """
 
     name: str
@@ -50,9 +50,10 @@ class PartCost:
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """What a network is made of and what a training step of it costs.
+    """The parts of a network in order (stem, units, transitions, head), and the cost of a training step.
 
-    ``parts`` are its stem, units, transitions and head in order; `bytes_kept` is what backward keeps of a batch.
+    >>> describe("hamiltonian-14").num_parameters
+    30170
     """
 
     config: NetworkConfig
@@ -78,7 +79,6 @@ class Description:
         return sum(part.saved[strategy] for part in self.parts)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values, for JSON."""
         return {
             "name": self.config.name,
             "family": self.config.family,
@@ -104,7 +104,7 @@ class Description:
 
 
 class _Step(NamedTuple):
-    """A part of one pass: the shape it leaves, FLOPs, and bytes saved up to the end of each of its branches and its own."""
+    """One part of a pass: its output shape, FLOPs, and bytes saved up to the end of each of its branches and its own."""
 
     shape: tuple[int, ...]
     flops: int
@@ -112,13 +112,7 @@ class _Step(NamedTuple):
 
 
 def measure_parts(model: Any, image_shape: tuple[int, ...], batch: int | Fraction) -> list[PartCost]:
-    """Return the cost of stem, units with the transitions between them, and head.
-
-    Args:
-        model: a `StagedClassifier`; its mode, dtype and device are those that are measured.
-        image_shape: channels and edges.
-        batch: images in a step.
-    """
+    """Return the cost of stem, units with the transitions between them, and head, in the model's mode, dtype and device."""
 
     def extrapolated(two: int, three: int) -> int:
         return round(two + (batch - 2) * (three - two))
@@ -143,7 +137,6 @@ def measure_parts(model: Any, image_shape: tuple[int, ...], batch: int | Fractio
 
 
 def _paths(model: Any) -> dict[str, str]:
-    """Return the parts of a network in order: the name of each, and where it is."""
     paths = {"stem": "stem"}
     for index, stage in enumerate(model.stages):
         if stage.body is not None:
@@ -157,7 +150,7 @@ def _paths(model: Any) -> dict[str, str]:
 def _walk(model: Any, paths: list[str], strategy: str, batch: int, image_shape: tuple[int, ...]) -> list[_Step]:
     """Run one forward pass under a strategy, on zeros, part by part.
 
-    A tensor that is saved twice is counted where it is saved first. Running statistics stay where they are.
+    A tensor that is saved twice is counted where it is saved first. Running statistics stay as they are.
     """
     twin, parameter = model.with_strategy(strategy), next(model.parameters())
     x = torch.zeros(batch, *image_shape, dtype=parameter.dtype, device=parameter.device)

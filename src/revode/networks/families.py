@@ -1,9 +1,8 @@
-"""The families of networks, one row each, and the transitions between their units, one row each.
+"""The families of networks and the transitions between their units, one row each.
 
-A row says all that distinguishes a family: nothing else in the library asks for a family's name. A new family is one more
-`register_family`, and a new transition one more entry of `TRANSITIONS`.
-
-Which blocks run at which width depends on the transition. Units of n blocks become, with three units,
+A row has all that distinguishes a family: nothing else in the package asks for a family's name. Use `register_family` for a new
+family, and add a new transition to `TRANSITIONS`. Which blocks run at which width depends on the transition. Units of n blocks
+become, with three units,
 
 | transition | blocks at each width | why |
 |---|---|---|
@@ -15,33 +14,35 @@ Which blocks run at which width depends on the transition. Units of n blocks bec
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
+from revode.errors import unknown
 from revode.fields import AntisymmetricField, OneLayerField, SymmetricField
 from revode.networks import blocks
 from revode.operators import NORMS
-from revode.schemes import AdditiveCoupling, Leapfrog, MidPoint, Scheme, Verlet
+from revode.schemes import SCHEMES, AdditiveCoupling, Leapfrog, MidPoint, Scheme, Verlet
 
 Part = Callable[[Any, int], nn.Module]
-"""(config, unit) -> a part of the network that the config describes."""
+"""A function (config, unit) -> a part of the network that the config describes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Transition:
-    """What lies between two units.
+    """The modules between two units.
 
     Attributes:
-        between: Makes what follows a unit, other than the last.
-        behind: Makes what follows the last unit.
+        between: makes the module behind a unit, other than the last.
+        behind: makes the module behind the last unit.
         extra_blocks: (unit, last unit) -> how many more blocks than its own run at the unit's width; may be negative.
-        keeps_units: Whether every block that the paper counts is reversible, so that units are as the paper counts them.
-        carries_pair: Whether every scheme passes its pair on, so that the whole network can be undone.
-        head: (channels, classes) -> what follows the last transition.
-        stem: config -> what comes before the first unit.
+        keeps_units: whether every block that the paper counts is reversible, so that units are as the paper counts them.
+        carries_pair: whether every scheme passes its pair on, so that the whole network can be undone.
+        head: (channels, classes) -> the head.
+        stem: config -> the stem.
     """
 
     between: Part = lambda config, unit: nn.Identity()
@@ -54,7 +55,7 @@ class Transition:
 
 
 def _sizes(config: Any, unit: int) -> tuple[int, int, str, str]:
-    """What a transition with convolutions is made from; the last one keeps the channels."""
+    """Return the sizes and names for a transition with convolutions; the last one keeps the channels."""
     following = config.channels[min(unit + 1, config.num_units - 1)]
     return config.channels[unit], following, config.norm, config.activation
 
@@ -88,20 +89,23 @@ TRANSITIONS: dict[str, Transition] = {
 class Family:
     """A kind of network.
 
+    >>> FAMILIES["hamiltonian"].scheme.__name__, FAMILIES["hamiltonian"].layers_per_block
+    ('Verlet', 4)
+
     Attributes:
-        name: As in ``<name>-<layers>``.
-        block: (channels, first, options) -> the branches of one block. `first` says whether it is the network's first;
-            options are ``activation``, ``norm`` and ``ndim``, of a U-Net with other kernels than 3 ``kernel_size``, and of one
-            that is not reversible ``in_channels`` and ``stride``.
-        scheme: Its integrator; None if it is not reversible.
-        integrates: Whether the scheme takes a step size, so that the network has ``h``, ``init``, ``start`` and ``transition``.
-        layers_per_block: Convolutions of a block as the paper counts them (K and K' are two).
-        norms: The norms that its blocks can have.
-        transition: What lies between its units; one that integrates may be given another.
-        defaults: Options of its named networks that differ from those of their config.
-        fewest_blocks: Blocks that a unit has at least.
-        channels: Layers -> channels of three units.
-        theory: What the paper says of its stability.
+        name: as in ``<name>-<layers>``.
+        block: (channels, first, options) -> the branches of one block. `first` is True for the network's first block; options
+            are ``activation``, ``norm`` and ``ndim``, of a U-Net with other kernels than 3 ``kernel_size``, and of one that is
+            not reversible ``in_channels`` and ``stride``.
+        scheme: the integrator; None if it is not reversible.
+        integrates: whether the scheme takes a step size, so that the network has ``h``, ``init``, ``start`` and ``transition``.
+        layers_per_block: convolutions of a block as the paper counts them (K and K' are two).
+        norms: the norms that its blocks can have.
+        transition: a name of `TRANSITIONS`; one that integrates may be given another.
+        defaults: options of its named networks that differ from those of their config.
+        fewest_blocks: blocks that a unit has at least.
+        channels: layers -> channels of three units.
+        theory: the paper's statement on its stability.
     """
 
     name: str
@@ -122,7 +126,12 @@ FAMILIES: dict[str, Family] = {}
 
 
 def register_family(family: Family) -> Family:
-    """Make ``<family>-<layers>`` known; a name that is taken is refused."""
+    """Make ``<family>-<layers>`` known; raise if the name is taken.
+
+    >>> family = register_family(Family(name="calm", block=_one_layer, layers_per_block=2, scheme=Verlet, integrates=True))
+    >>> create_model("calm-14").num_layers
+    14
+    """
     if family.name in FAMILIES:
         raise ValueError(f"a family named {family.name!r} is registered already: choose another name")
     FAMILIES[family.name] = family
@@ -161,6 +170,8 @@ _RULE_H: dict[str, Any] = {**_STABLE, "scheme": Verlet, "defaults": {"norm": "no
 _RULE_M: dict[str, Any] = {**_STABLE, "layers_per_block": 2, "transition": "connector", "fewest_blocks": 2}
 """Rule M: a norm in every step, connectors."""
 
+_TRUE_NORMS = tuple(norm for norm in NORMS if norm != "none")
+
 for _family in (
     Family(name="hamiltonian", block=_hamiltonian, layers_per_block=4, **_RULE_H),
     # Haber & Ruthotto's block, one kernel shared by its two layers
@@ -172,9 +183,34 @@ for _family in (
         block=_revnet,
         layers_per_block=4,
         scheme=AdditiveCoupling,
-        norms=tuple(norm for norm in NORMS if norm != "none"),
+        norms=_TRUE_NORMS,
         transition="strided",
     ),
     Family(name="resnet", block=_resnet, layers_per_block=2, transition="none", channels=lambda layers: (16, 32, 64)),
 ):
     register_family(_family)
+
+
+def family_of(scheme: str) -> Family:
+    """Return the family whose blocks a U-Net of this scheme has: the first one of the scheme, or residual branches.
+
+    >>> family_of("verlet").name, family_of("additive").name, family_of("momentum").name
+    ('hamiltonian', 'revnet', 'momentum')
+
+    Args:
+        scheme: a name in `revode.schemes.SCHEMES`.
+    """
+    if scheme not in SCHEMES:
+        raise unknown("scheme", scheme, SCHEMES)
+    kind = SCHEMES[scheme]
+    branches = kind.fields_per_step
+
+    def block(channels: int, first: bool, **options: Any) -> list[nn.Module]:
+        width = channels // 2 if kind.splits else channels
+        return [blocks.PreActivation(width, leading=bool(i) or not first, **options) for i in range(branches)]
+
+    integrates = "h" in inspect.signature(kind).parameters
+    general = Family(
+        name=scheme, block=block, layers_per_block=2 * branches, scheme=kind, integrates=integrates, norms=_TRUE_NORMS
+    )
+    return next((family for family in FAMILIES.values() if family.scheme is kind), general)

@@ -18,19 +18,20 @@ from revode.networks.config import NetworkConfig
 from revode.networks.transformer import FAMILY, GPT, GPTConfig
 
 FORMAT = "revode-network-1"
-"""What the file says it is; the number rises when older versions cannot read it."""
+"""The format named in the file; the number rises when older versions cannot read it."""
 PRETRAINED = Path(__file__).parent / "pretrained"
 """Weights that come with the package, as ``<network>-<data set>.safetensors``."""
 FREE_OPTIONS = ("backprop", "exact", "anchor_every", "memory_budget", "verify", "compile", "image_size")
-"""What trained weights leave open: how gradients are computed, and the size of the images."""
+"""Options that trained weights leave open: the gradient strategy, and the image size."""
 
 
 def save(model: StagedClassifier | GPT, path: str | os.PathLike[str]) -> None:
-    """Write `model` to `path`: wholly, or not at all.
+    """Write `model`, a network of `create_model`, to `path`: wholly, or not at all.
 
-    Args:
-        model: a network of `create_model`.
-        path: the file; its folder exists.
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save(create_model("hamiltonian-14"), f"{folder}/net.safetensors")
+    ...     model = load(f"{folder}/net.safetensors", backprop="store")
     """
     if not isinstance(model, StagedClassifier | GPT):
         raise ValueError(f"save takes a network of revode.create_model, got {type(model).__name__}")
@@ -53,11 +54,11 @@ def _with_sorted_metadata(data: bytes) -> bytes:
 
 
 def load(path: str | os.PathLike[str], **options: Any) -> Any:
-    """The network saved at `path`, on the CPU and in training mode.
+    """Return the network that `save` wrote to `path`, on the CPU and in training mode.
 
-    Args:
-        path: a file that `save` wrote.
-        options: options of the network that do not change its weights, such as ``backprop`` or ``memory_budget``.
+    >>> model = load(PRETRAINED / "hamiltonian-74-cifar10.safetensors", backprop="checkpoint")
+
+    `options` are those that do not change its weights, such as ``backprop`` or ``memory_budget``.
     """
     target = Path(path)
     if not target.exists():
@@ -70,12 +71,11 @@ def load(path: str | os.PathLike[str], **options: Any) -> Any:
 
 
 def load_pretrained(name: str, dataset: str, **options: Any) -> StagedClassifier:
-    """The network `name` with the weights that were trained on `dataset` and come with the package.
+    """Return the network `name` with the weights that were trained on `dataset` and come with the package.
 
-    Args:
-        name: a named network.
-        dataset: what it was trained on.
-        options: `FREE_OPTIONS`, or what the weights were trained with; anything else is refused.
+    >>> model = load_pretrained("hamiltonian-74", "cifar10").eval()
+
+    `options` are `FREE_OPTIONS`, or those that the weights were trained with; others are refused.
     """
     path = PRETRAINED / f"{name}-{dataset}.safetensors"
     if not path.exists():
@@ -95,7 +95,7 @@ def load_pretrained(name: str, dataset: str, **options: Any) -> StagedClassifier
 
 
 def _distinct_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers, each shared one once, under its first name."""
+    """Return parameters and buffers, each shared one once, under its first name."""
     return dict([*model.named_parameters(), *model.named_buffers()])
 
 
@@ -116,7 +116,7 @@ def _read(path: Path) -> tuple[Any, dict[str, Tensor]]:
 
 
 def _fill(model: Any, tensors: dict[str, Tensor], path: Path) -> None:
-    """Put `tensors` into the model, if they are exactly what it has."""
+    """Put `tensors` into the model, if their names and shapes are exactly those of the model."""
     own = _distinct_tensors(model)
     odd = sorted(set(own) ^ set(tensors)) or [name for name in own if own[name].shape != tensors[name].shape]
     if odd:

@@ -27,19 +27,19 @@ from revode.networks.zoo import model_config
 
 
 def refine(model: StagedClassifier, name: str, batches: Iterable[Tensor] | None = None) -> StagedClassifier:
-    """The deeper network that computes nearly what `model` does, if kernels change slowly from block to block.
+    """Return a deeper network that computes nearly what `model` does, if kernels change slowly from block to block.
 
-    Widths, norm and all other options stay those of `model`. The step size h is divided at each width by the factor by which
-    its blocks become more, so it may differ between units.
+    Widths, norm and all other options stay those of `model`. At each width the step size h is divided by the growth of the
+    number of blocks, so h may differ between units. `model` stays as it is.
+
+    >>> refine(create_model("hamiltonian-26"), "hamiltonian-50").config.step_size(1)
+    0.05
 
     Args:
         model: a network of `create_model` that integrates an ODE.
-        name: a network of the same family; its blocks are taken, and nothing else.
-        batches: images, to measure the statistics of batch norms anew; without them, statistics are interpolated too, and
-            fit less well.
-
-    Returns:
-        A new network; `model` stays as it is.
+        name: a network of the same family, which gives the blocks and nothing else.
+        batches: images, to measure the statistics of batch norms anew; without them, statistics are interpolated and fit less
+            well.
     """
     config = _config_of(model, name)
     if sum(config.blocks) < sum(model.config.blocks):
@@ -48,7 +48,11 @@ def refine(model: StagedClassifier, name: str, batches: Iterable[Tensor] | None 
 
 
 def coarsen(model: StagedClassifier, name: str, batches: Iterable[Tensor] | None = None) -> StagedClassifier:
-    """The counterpart of `refine`: the shallower network with the kernels of `model` at fewer times, and longer steps."""
+    """Return a shallower network with the kernels of `model` at fewer times, and longer steps; see `refine`.
+
+    >>> coarsen(create_model("hamiltonian-50"), "hamiltonian-26").num_layers
+    26
+    """
     config = _config_of(model, name)
     if sum(config.blocks) > sum(model.config.blocks):
         raise ValueError(f"{name} is deeper than {model.config.name}; coarsen needs a shallower one, use refine")
@@ -68,14 +72,16 @@ Share = tuple[str, str, float]
 
 
 class Resampling:
-    """How the tensors of one network follow from those of another of other depth.
+    """A map from the tensors of one network to those of another of other depth: weights, their averages, gradients and momenta.
 
-    It maps whatever has the names and shapes of the weights: the weights themselves, their average over training, gradients and
-    momenta.
+    >>> model = create_model("hamiltonian-26")
+    >>> deeper = refine(model, "hamiltonian-50")
+    >>> deeper.load_state_dict(Resampling(model, deeper).weights(model.state_dict()))
+    <All keys matched successfully>
 
     Args:
         source: the network that the tensors come from.
-        target: the network that they are for; its config is one that `config_at_depth` makes.
+        target: the network that gets them; its config is one that `config_at_depth` makes.
     """
 
     def __init__(self, source: StagedClassifier, target: StagedClassifier) -> None:
@@ -90,7 +96,7 @@ class Resampling:
                 self._gains |= dict.fromkeys(shares, new.scheme.h / old.scheme.h)
 
     def weights(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The target's tensors from the source's; what is not among them is left out."""
+        """Return the target's tensors from the source's; missing ones are left out."""
         found = {}
         for key, (first, second, weight) in self._shares.items():
             if first in tensors:
@@ -100,14 +106,17 @@ class Resampling:
         return found
 
     def gradients(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The same for gradients and momenta: shorter steps have gradients that are smaller in proportion."""
+        """Return gradients or momenta of the target: shorter steps have gradients that are smaller in proportion."""
         return {key: tensor * self._gains[key] for key, tensor in self.weights(tensors).items()}
 
 
 def config_at_depth(config: NetworkConfig, name: str) -> NetworkConfig:
-    """The config with the blocks of the network `name`, and the step sizes that leave the time at each width as it is.
+    """Return the config with the blocks of the network `name`, and step sizes that keep the time at each width.
 
-    Damping over the same time stays as it is, too, as nearly as one number for all units can say it.
+    Damping over the same time stays as it is, too, as nearly as one number for all units allows.
+
+    >>> config_at_depth(model_config("hamiltonian-26"), "hamiltonian-50").num_layers
+    50
     """
     wanted = model_config(name)
     if not config.row.integrates:
@@ -149,7 +158,7 @@ def _resampled(model: StagedClassifier, config: NetworkConfig, batches: Iterable
 def _shares_of_fields(
     prefix: str, old: ReversibleSequence, new: ReversibleSequence, available: set[str]
 ) -> dict[str, Share]:
-    """For every tensor of the new fields, the two old ones around its time."""
+    """Return for every tensor of the new fields the two old ones around its time."""
     per_block = new.scheme.fields_per_step
     num_old, num_new = len(old.fields) // per_block, len(new.fields) // per_block
     shares: dict[str, Share] = {}

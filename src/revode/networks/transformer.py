@@ -1,13 +1,12 @@
 """A GPT on the engine: pre-norm blocks, rotary positions, tied embeddings, on tokens or bytes.
 
-Each of its schemes is a row of `SCHEMES`. Those that run two branches a step have attention and MLP as these two; the others
-have one branch of both, attention(x) + mlp(x + attention(x)), as in an ordinary block.
+It runs by any scheme of `revode.schemes.SCHEMES`. Schemes that run two branches a step have attention and MLP as these two; the
+others have one branch of both, attention(x) + mlp(x + attention(x)), as in an ordinary block.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -17,41 +16,33 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from revode.engine import ReversibleSequence
-from revode.errors import unknown
 from revode.networks.classifier import build
 from revode.networks.config import is_count
-from revode.schemes import BDIA, AdditiveCoupling, Leapfrog, MidPoint, Scheme, Verlet
-
-SCHEMES: dict[str, Callable[[float, float], Scheme]] = {
-    "none": lambda h, blend: MidPoint(h, blend=0.0),
-    "midpoint": lambda h, blend: MidPoint(h, blend=blend),
-    "leapfrog": lambda h, blend: Leapfrog(h),
-    "hamiltonian": lambda h, blend: Verlet(h),
-    "coupling": lambda h, blend: AdditiveCoupling(start="duplicate"),
-    "bdia": lambda h, blend: BDIA(h),
-}
-"""(h, blend) -> the scheme of this name; ``"none"`` is the plain residual network, whose activations are stored."""
+from revode.schemes import SCHEMES, Scheme, create_scheme
 
 FAMILY = "gpt"
 CHUNK = 1024
-"""Tokens whose logits exist at a time."""
+"""Tokens with logits in memory at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
-    """What a GPT is built from.
+    """The options of a GPT.
+
+    >>> GPTConfig(scheme="bdia", depth=2, width=32).num_layers
+    4
 
     Attributes:
-        scheme: One of `SCHEMES`.
-        h: Step size; 1 is an ordinary residual network's.
-        blend: Of the midpoint.
-        depth: Blocks of attention and MLP.
-        width: Of the states; with ``"hamiltonian"`` each branch sees half of it.
-        heads: Of each attention.
-        context: Tokens that `generate` looks back at.
-        vocabulary: Number of tokens; 256 for bytes.
-        dropout: Behind each branch.
-        sequence: Options of `ReversibleSequence`.
+        scheme: name in `revode.schemes.SCHEMES`; ``"midpoint"`` with a blend of 0 is the plain residual network.
+        h: step size of schemes that take one; 1 is an ordinary residual network's.
+        blend: blend of ``"midpoint"`` and ``"bdia"``.
+        depth: blocks of attention and MLP.
+        width: of the states; with ``"verlet"`` each branch sees half of it.
+        heads: of each attention.
+        context: tokens that `generate` looks back at.
+        vocabulary: number of tokens; 256 for bytes.
+        dropout: behind each branch.
+        sequence: options of `ReversibleSequence`.
     """
 
     scheme: str = "midpoint"
@@ -68,8 +59,7 @@ class GPTConfig:
     family = FAMILY
 
     def __post_init__(self) -> None:
-        if self.scheme not in SCHEMES:
-            raise unknown("scheme", self.scheme, SCHEMES)
+        self.build_scheme()
         for name in ("depth", "width", "heads", "context", "vocabulary"):
             if not is_count(getattr(self, name)):
                 raise ValueError(f"{name} must be a positive number, got {getattr(self, name)!r}")
@@ -81,7 +71,7 @@ class GPTConfig:
 
     @property
     def num_layers(self) -> int:
-        """Attention and MLP are two layers a block."""
+        """Return the number of layers: attention and MLP are two in each block."""
         return 2 * self.depth
 
     @property
@@ -94,30 +84,31 @@ class GPTConfig:
 
     @property
     def branch_width(self) -> int:
-        """The width that a branch sees."""
+        """Return the width of a branch's input."""
         return self.build_scheme().init(torch.empty(1, 2 * self.width))[1].shape[1] // 2
 
     def build_scheme(self) -> Scheme:
-        return SCHEMES[self.scheme](self.h, self.blend)
+        """Return the scheme; one that can enter by (x, x) leaves each branch the whole width."""
+        start = "duplicate" if "duplicate" in getattr(SCHEMES.get(self.scheme), "starts", ()) else None
+        return create_scheme(self.scheme, h=self.h, blend=self.blend, start=start)
 
     def with_options(self, **options: Any) -> GPTConfig:
-        """This config with options replaced; those that are not its own go to `ReversibleSequence`."""
+        """Return a config with options replaced; options that are not its own go to `ReversibleSequence`."""
         own = {key: options.pop(key) for key in list(options) if key in self.__dataclass_fields__}
         return replace(self, **own, sequence=own.pop("sequence", self.sequence) | options)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON; not whether it runs compiled here."""
+        """Return the config as plain values, for JSON, without ``compile``."""
         sequence = {name: value for name, value in self.sequence.items() if name != "compile"}
         return {"family": FAMILY, **asdict(replace(self, sequence=sequence))}
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> GPTConfig:
-        """The config that `to_dict` gave."""
         return GPTConfig(**{name: value for name, value in values.items() if name != "family"})
 
 
 def rotate(x: Tensor) -> Tensor:
-    """Rotary positions (Su et al. 2021): pairs of features turned by an angle that grows with the place."""
+    """Turn pairs of features by an angle that grows with the place: rotary positions (Su et al. 2021)."""
     places, half = x.shape[-2], x.shape[-1] // 2
     rates = 10_000.0 ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
     angles = torch.arange(places, device=x.device, dtype=torch.float32)[:, None] * rates
@@ -157,7 +148,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP as one branch: what an ordinary block adds to its input."""
+    """Attention and MLP as one branch: an ordinary block without its input."""
 
     def __init__(self, attention: Attention, mlp: MLP) -> None:
         super().__init__()
@@ -169,10 +160,10 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A language model whose blocks run by a scheme.
+    """A language model with blocks that run by a scheme.
 
-    Args:
-        config: what it is built from.
+    >>> model = GPT(GPTConfig(depth=2, width=32))
+    >>> model.loss(torch.randint(256, (2, 16))).backward()
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -185,13 +176,13 @@ class GPT(nn.Module):
             attention = Attention(config.branch_width, config.heads, config.dropout)
             mlp = MLP(config.branch_width, config.dropout)
             branches += [attention, mlp] if scheme.fields_per_step == 2 else [Block(attention, mlp)]
-        options: dict[str, Any] = {"split_dim": -1, "backprop": "store" if config.scheme == "none" else "reversible"}
+        options: dict[str, Any] = {"split_dim": -1, "backprop": "store" if scheme.carry == 0.0 else "reversible"}
         self.body = ReversibleSequence(branches, scheme, **(options | config.sequence))
         self.norm = nn.LayerNorm(config.width)
         self._initialize()
 
     def _initialize(self) -> None:
-        """Normal weights of variance 1 / fan-in, and branches that add up to the input's scale over the depth."""
+        """Draw normal weights of variance 1 / fan-in, and branches that add up to the input's scale over the depth."""
         nn.init.normal_(self.embedding.weight, std=0.02)
         for name, parameter in self.body.named_parameters():
             if parameter.dim() == 2:
@@ -200,7 +191,7 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=std / math.sqrt(2 * self.config.depth) if last else std)
 
     def features(self, tokens: Tensor) -> Tensor:
-        """What the tied embedding turns into logits, for each token of (batch, time)."""
+        """Return the features of each token of (batch, time), which the tied embedding turns into logits."""
         if tokens.dim() != 2 or tokens.is_floating_point():
             raise ValueError(
                 f"tokens must be integers of shape (batch, time), got {tokens.dtype} {tuple(tokens.shape)}"
@@ -208,11 +199,11 @@ class GPT(nn.Module):
         return self.norm(self.body(self.embedding(tokens) * self.config.width**0.5))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """The logits of each next token."""
+        """Return the logits of each next token."""
         return F.linear(self.features(tokens), self.embedding.weight)
 
     def loss(self, tokens: Tensor) -> Tensor:
-        """The mean cross entropy, in nats, of each token given those before it. The logits never exist as a whole.
+        """Return the mean cross entropy, in nats, of each token given those before it. The logits never exist as a whole.
 
         (``F.linear_cross_entropy`` of torch 2.13 does not do: chunked, it rounds the loss of a bfloat16 model to bfloat16,
         leaves autocast, cannot be compiled, and detaches gradients of gradients without a word.)
@@ -227,13 +218,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, tokens: Tensor, number: int, temperature: float = 1.0) -> Tensor:
-        """The tokens, and `number` more that are drawn one by one.
-
-        Args:
-            tokens: (batch, time), at least one.
-            number: how many to add.
-            temperature: 0 takes the likeliest; above 1 is bolder.
-        """
+        """Return the tokens of (batch, time) and `number` more, drawn one by one. A temperature of 0 takes the likeliest."""
         if not temperature >= 0.0:
             raise ValueError(f"temperature must not be negative, got {temperature!r}")
         was_training = self.training
@@ -262,7 +247,11 @@ def _sum_of_losses(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def on_tokens(name: str) -> ValueError:
-    """The error where a network on images is wanted."""
+    """Return the error where a network on images is wanted.
+
+    >>> str(on_tokens("gpt-mini")).partition(":")[0]
+    'gpt-mini is a network on tokens, and one on images is wanted here'
+    """
     return ValueError(
         f"{name} is a network on tokens, and one on images is wanted here: build it with revode.create_model and train it by "
         "its own loss, as examples/language.py does"

@@ -161,7 +161,6 @@ class UNetConfig(NetworkConfig):
 
     @property
     def stem_strides(self) -> Axes:
-        """Return the strides of the stem along each axis."""
         return _spread((self.stem_stride,), 1, self.ndim)[0]
 
     @property
@@ -179,7 +178,6 @@ class UNetConfig(NetworkConfig):
 
     @property
     def num_layers(self) -> int:
-        """Return the number of convolutions in the blocks and the head."""
         return self.row.layers_per_block * sum(self.stage_blocks) + 1
 
     @property
@@ -201,7 +199,6 @@ class UNetConfig(NetworkConfig):
         return self.pair_channels
 
     def level(self, unit: int) -> int:
-        """Return the resolution of a unit, 0 for the finest."""
         return min(unit, self.num_units - 1 - unit)
 
     def step_size(self, unit: int) -> float:
@@ -240,7 +237,6 @@ class UNetConfig(NetworkConfig):
 
 
 def _as_tuples(value: Any) -> Any:
-    """Return lists as tuples, inside each other, too."""
     return tuple(map(_as_tuples, value)) if isinstance(value, list | tuple) else value
 
 
@@ -345,7 +341,6 @@ class UNet(InvertibleClassifier):
         return found
 
     def _fitted(self, scores: Tensor, edges: Sequence[int]) -> Tensor:
-        """Return as many scores as points: undo the stem, and crop the padding."""
         strides = self.config.stem_strides
         scores = blocks.unsqueeze(scores, strides) if math.prod(strides) > 1 else scores
         return scores[(..., *(slice(edge) for edge in edges))]
@@ -420,7 +415,6 @@ def _stem(config: UNetConfig) -> nn.Module:
 
 
 def _transition(config: UNetConfig, unit: int) -> nn.Module:
-    """Return a step down behind a unit of the first half, and a step up behind the others."""
     bottom = len(config.channels) - 1
     level = min(unit, 2 * bottom - 1 - unit)
     grid = None if config.exact is False else Grid(config.exact)

@@ -1,7 +1,4 @@
-"""Networks by name: the paper's tables, its subsampling study, a small one for the embedded digits, and any depth.
-
-Beside the names: how many parameters they have, in a table with the paper's figures, and what one of them costs.
-"""
+"""Networks by name: the paper's tables, its subsampling study, a small one for the embedded digits, and any depth."""
 
 from __future__ import annotations
 
@@ -28,11 +25,9 @@ Recipe = Callable[[], NetworkConfig | GPTConfig]
 H = 0.1
 """The step size of the authors' bias-only code; h = 1 would grow the signal 4e4 times over 18 blocks."""
 LONGEST_UNIT = 36
-"""Blocks up to which independent kernels at h = 0.1 keep signal and gradient within a factor 3 in every family as it is
-built here (measured: MidPoint 2.9 at 36 blocks, 3.7 at 50)."""
+"""Blocks up to which signal and gradient stay within a factor 3 in every family, with independent kernels at h = 0.1."""
 HORIZON = 1.0
-"""T of longer units: with kernels smooth in time it moves the signal by 0.4 to 1.3 of its norm and keeps it within a
-factor 1.8, for any number of blocks."""
+"""T of longer units: kernels smooth in time keep the signal within a factor 1.8, for any number of blocks."""
 LARGE_SUFFIX, LARGE_SIZE = "-stl", 96
 """Behind a name: the same network for the images of STL-10."""
 
@@ -74,14 +69,20 @@ _NAMED: dict[str, dict[str, Any]] = {
         "family": "hamiltonian", "blocks": (4, 4), "channels": (32, 64), "in_channels": 1, "image_size": 8,
     },
 }  # fmt: skip
-"""Every named classifier: what differs from the network of its family and depth, or its family and layout."""
+"""Every named classifier: its options beside those of its family and depth, or its family and layout."""
 
 UNETS = {1: (16, 24, 32), 2: (16, 32, 64), 3: (16, 32, 64)}
 """Channels of the U-Nets in each number of dimensions: a half to a quarter of them goes down, the rest is set aside."""
 
 
 def register_model(name: str) -> Callable[[Recipe], Recipe]:
-    """Decorate a function without arguments that returns the config of the network `name`."""
+    """Decorate a function without arguments that returns the config of the network `name`.
+
+    >>> @register_model("hundred")
+    ... def hundred():
+    ...     return model_config("hamiltonian-14", num_classes=100)
+    >>> model = create_model("hundred")
+    """
 
     def register(recipe: Recipe) -> Recipe:
         if name in _RECIPES:
@@ -93,12 +94,20 @@ def register_model(name: str) -> Callable[[Recipe], Recipe]:
 
 
 def list_models() -> list[str]:
-    """The names of all registered networks; ``<family>-<layers>`` of other valid depths work too."""
+    """Return the names of all registered networks; ``<family>-<layers>`` of other valid depths work too.
+
+    >>> list_models()[:2]
+    ['gpt-mini', 'hamiltonian-1layer-74']
+    """
     return sorted(_RECIPES, key=_natural)
 
 
 def model_config(name: str, **options: Any) -> NetworkConfig:
-    """The config of the network `name` with these options, without building it."""
+    """Return the config of the network `name` with these options, without building it.
+
+    >>> model_config("hamiltonian-74", num_classes=100).blocks
+    (6, 6, 6)
+    """
     config = _find(name)
     if isinstance(config, GPTConfig):
         raise on_tokens(name)
@@ -114,15 +123,18 @@ def create_model(name: str, *, pretrained: str | None = None, **options: Any) ->
 def create_model(name: str, *, pretrained: str | None = None, **options: Any) -> StagedClassifier | GPT:
     """Build a network by name, with fresh weights or with trained ones.
 
+    >>> model = create_model("hamiltonian-14", num_classes=100)
+    >>> model(torch.randn(2, 3, 32, 32)).shape
+    torch.Size([2, 100])
+
     Args:
-        name: one of `list_models()`, or ``<family>-<layers>`` for any depth that fits the family, with ``-stl`` behind it
-            for 96x96 images.
+        name: one of `list_models()`, or ``<family>-<layers>`` for any depth that fits the family, with ``-stl`` behind it for
+            96x96 images.
         pretrained: a data set, to take the weights that come with the package; they bring their own norm and h.
         options: ``num_classes``, ``in_channels``, ``image_size``, ``blocks``, ``channels``, ``activation``, ``norm``,
-            ``compile``; of reversible networks also ``backprop``, ``exact``, ``verify``, ``anchor_every``,
-            ``memory_budget``, ``damping``; of ODE networks also ``h`` or ``horizon``, ``init``, ``start``, ``transition``;
-            of U-Nets also ``scheme``. See `NetworkConfig` and `UNetConfig`. A GPT takes those of `GPTConfig` and of
-            `ReversibleSequence`.
+            ``compile``; of reversible networks also ``backprop``, ``exact``, ``verify``, ``anchor_every``, ``memory_budget``,
+            ``damping``; of ODE networks also ``h`` or ``horizon``, ``init``, ``start``, ``transition``; of U-Nets also
+            ``scheme``. See `NetworkConfig` and `UNetConfig`. A GPT takes those of `GPTConfig` and of `ReversibleSequence`.
     """
     if pretrained is not None:
         return load_pretrained(name, pretrained, **options)
@@ -151,9 +163,9 @@ def _find(name: str) -> NetworkConfig | GPTConfig:
 def _configure(
     name: str, family: str = "", blocks: tuple[int, ...] = (), channels: tuple[int, ...] = (), **options: Any
 ) -> NetworkConfig:
-    """The config of ``<family>-<layers>``, or of a family and a layout.
+    """Return the config of ``<family>-<layers>``, or of a family and a layout.
 
-    It has the paper's h and independent kernels; with units longer than it tried them on, a fixed horizon and smooth kernels.
+    It has the paper's h and independent kernels; units longer than the paper's get a fixed horizon and smooth kernels.
     """
     layers = 0
     if not family:
@@ -171,7 +183,7 @@ def _configure(
 
 
 def _equal_units(family: str, layers: int) -> tuple[int, int, int]:
-    """The blocks of three equal units: layers = 3 layers_per_block n + 2."""
+    """Return the blocks of three equal units: layers = 3 layers_per_block n + 2."""
     step, fewest = 3 * FAMILIES[family].layers_per_block, FAMILIES[family].fewest_blocks
     n, rest = divmod(layers - 2, step)
     if rest or n < fewest:
@@ -197,15 +209,18 @@ for _ndim, _channels in UNETS.items():
 
 
 def count_parameters(config: NetworkConfig | GPTConfig) -> int:
-    """Parameters of the network, without drawing any."""
+    """Return the number of parameters of a network, without drawing any."""
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         return sum(parameter.numel() for parameter in build(config).parameters())
 
 
 def summarize_all() -> list[dict[str, Any]]:
-    """A row for every registered network.
+    """Return a row for every registered network, with the layout and the number of parameters.
 
-    Layout, and parameters for its own images in 10 and in 100 classes, the paper's beside them; those of a GPT are for bytes.
+    Parameters are for its own images in 10 and in 100 classes, beside the paper's; those of a GPT are for bytes.
+
+    >>> summarize_all()[0].keys() >= {"name", "layers", "params_cifar10"}
+    True
     """
     return [_summarize(name) for name in list_models()]
 
@@ -233,11 +248,15 @@ def _summarize(name: str) -> dict[str, Any]:
 def describe(
     model: nn.Module | str, *, image_size: int | Sequence[int] | None = None, batch_size: int | None = None
 ) -> Description:
-    """The bill of a network.
+    """Return the cost of a network, part by part.
+
+    >>> cost = describe("hamiltonian-14", batch_size=1)
+    >>> cost.bytes_kept("reversible") < cost.bytes_kept("store")
+    True
 
     Args:
-        model: a network of this room, or the name of one.
-        image_size: edge of the images, or one for each dimension; the config's unless given.
+        model: a network of `create_model`, or its name.
+        image_size: the image size, or one for each dimension; the config's unless given.
         batch_size: images in a training step; 100 unless given, or 1 of a U-Net.
     """
     if isinstance(model, str):

@@ -1,7 +1,7 @@
 """The commands, one module each: ``add_arguments(parser)`` and ``run(args) -> int``.
 
-A command module imports nothing heavy at its top, so that every ``--help`` answers at once; ``run`` imports the room it
-serves, calls it and prints. Bad input is raised as ``ValueError`` by the room and printed as one sentence by ``cli``.
+A command module imports nothing heavy at its top, so that every ``--help`` answers at once; ``run`` imports the package it
+serves. ``cli`` prints a ``ValueError`` of bad input as one sentence.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def require() -> None:
 
 
 def use_threads(number: int) -> None:
-    """What ``--threads`` asks for; 0 leaves torch's choice."""
+    """Set the number of CPU threads; 0 leaves torch's choice."""
     import torch
 
     from revode_lab.training.config import MOST_THREADS

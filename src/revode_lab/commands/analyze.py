@@ -17,7 +17,7 @@ _EPILOG = """example: revode analyze hamiltonian-74
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What to analyse, on which images, and where to write."""
+    """Add subject, images and output."""
     parser.epilog = _EPILOG
     parser.add_argument(
         "subject", metavar="MODEL|RUN", help="a named network, a run's directory or a saved .safetensors file"
@@ -25,10 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--against", metavar="MODEL|RUN", help="a second network, measured on the same images")
     parser.add_argument("--pretrained", metavar="DATASET", help="take the weights of MODEL that come with the package")
     parser.add_argument(
-        "--options",
-        default="",
-        metavar="VALUE",
-        help="options of a named network, as h=0.05,init=smooth",
+        "--options", default="", metavar="VALUE", help="options of a named network, as h=0.05,init=smooth"
     )
     parser.add_argument(
         "--dataset",
@@ -100,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _network(subject: str, options: str, seed: int, pretrained: str | None = None) -> tuple[Any, str | None, Any]:
-    """The network, the data set it was trained on, and its run, as far as they are known."""
+    """Return the network, the data set it was trained on, and its run, as far as they are known."""
     import torch
 
     import revode
@@ -127,7 +124,7 @@ def _network(subject: str, options: str, seed: int, pretrained: str | None = Non
 
 
 def _images(name: str, root: str | None, num_images: int, model: Any, run: Any) -> tuple[Any, Any, str]:
-    """Images in the shape that the model takes, their labels where they have any, and what they are in words.
+    """Return images in the shape that the model takes, their labels where they have any, and what they are in words.
 
     Those of a run are of the edge that it ended with, from where it had them unless `root` says another place.
     """

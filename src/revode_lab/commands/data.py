@@ -11,7 +11,7 @@ _ROOT_HELP = "folder that holds all data sets; default $REVODE_DATA, else $XDG_C
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The actions ``get`` and ``check``, with their options."""
+    """Add the actions ``get`` and ``check``, with their options."""
     parser.epilog = "example: revode data get cifar10\n         revode data check cifar10"
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
 

@@ -8,7 +8,7 @@ from revode_lab.commands import require, use_threads
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """RUN or MODEL, the split, and where to compute."""
+    """Add RUN or MODEL, split and device."""
     parser.epilog = """example: revode eval runs/first --split test --json
          revode eval hamiltonian-74 --pretrained cifar10"""
     parser.add_argument(

@@ -9,7 +9,7 @@ from revode_lab.commands import require
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """RUN and the file to write."""
+    """Add RUN and the file to write."""
     parser.epilog = "example: revode export runs/first --onnx first.onnx"
     parser.add_argument("run", metavar="RUN", help="a directory that `revode train` wrote")
     parser.add_argument(

@@ -14,7 +14,7 @@ _FLOPS = {"T": 1e12, "G": 1e9, "M": 1e6}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The name, and how to print."""
+    """Add the name and the format."""
     parser.epilog = (
         "example: revode models\n         revode models hamiltonian-74 --batch-size 100\n"
         "         revode models unet-3d --image-size 160,192,160"
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _edges(text: str) -> int | tuple[int, ...]:
-    """One number, or several."""
+    """Return one number, or several."""
     try:
         edges = tuple(int(edge) for edge in text.split(","))
     except ValueError:
@@ -83,7 +83,7 @@ def _print_list(as_json: bool) -> int:
 
 
 def _bill(description: dict[str, Any]) -> list[str]:
-    """The table of one network, in 80 columns."""
+    """Return the table of one network, in 80 columns."""
     from revode_lab.files import human_bytes
 
     strategies = list(description["activation_bytes"])

@@ -8,7 +8,7 @@ from revode_lab.commands import require
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """RUN, and where its data and the page are."""
+    """Add RUN, data root and page."""
     parser.epilog = "examples: revode report runs/first\n          revode report runs/first runs/second --out both.html"
     parser.add_argument(
         "runs", metavar="RUN", nargs="+", help="a directory that `revode train` wrote; several: one page"

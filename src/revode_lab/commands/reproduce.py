@@ -16,7 +16,7 @@ from revode_lab.reproduce import BUDGETS, ITEMS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What to reproduce, how much of it, and where the files go."""
+    """Add item, budget and output."""
     lists = {"items": {name: text for name, (_, text) in ITEMS.items()}, "budgets": BUDGETS}
     rows = [line for title, entries in lists.items() for line in (f"{title}:", *_listed(entries), "")]
     parser.epilog = "\n".join([*rows, ""]) + (
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--autocast",
-        choices=("none", "bfloat16", "float16"),
+        choices=("none", "bfloat16"),
         default="none",
         help="precision of the branches in a training; states stay float32.\n"
         "bfloat16 is faster where the CPU has it (avx512_bf16, amx)",
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _listed(entries: Mapping[str, str]) -> list[str]:
-    """Names in a column, each with its text, in lines of at most 79 characters."""
+    """Return names in a column, each with its text, in lines of at most 79 characters."""
     first = max(map(len, entries)) + 4
     wrapped = {name: textwrap.wrap(text, 79 - first) for name, text in entries.items()}
     return [
@@ -112,7 +112,7 @@ class _Terminated(BaseException):
 
 @contextlib.contextmanager
 def _terminable() -> Iterator[None]:
-    """SIGTERM ends what is inside as Ctrl-C does, so that finished tasks are written; trainings handle both themselves."""
+    """Make SIGTERM end the context as Ctrl-C does, so that finished tasks are written; trainings handle both themselves."""
 
     def stop(*_: Any) -> None:
         raise _Terminated

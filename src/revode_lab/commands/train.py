@@ -12,7 +12,7 @@ from revode_lab.training.config import LEAVES, RECIPES, add_flags, configure, re
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """MODEL, where the run goes, and one flag per setting."""
+    """Add MODEL, the run directory, and one flag per setting."""
     parser.allow_abbrev = False
     parser.epilog = (
         "examples: revode train\n"
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train; 0 when done, 3 when training diverged, 130 or 143 when a signal stopped it."""
+    """Train and return 0 when done, 3 when training diverged, 130 or 143 when a signal stopped it."""
     require()
     given = {name: value for name, value in vars(args).items() if name in LEAVES}
     if args.model is not None:

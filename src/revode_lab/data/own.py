@@ -1,4 +1,4 @@
-"""Images of the user's own, brought to one size: folders of classes, and .npz files.
+"""Images of the user, brought to one size: folders of classes, and .npz files.
 
     folder:PATH[@EDGE[,resize]]    a folder for each class, or such folders in train/ and test/
     npz:FILE[@EDGE[,resize]]       arrays images and labels; or train_images, train_labels, test_images, test_labels;
@@ -52,7 +52,7 @@ _QUIET_SECONDS, _CHUNK = 5.0, 1_000_000
 
 @dataclass(frozen=True)
 class _Source:
-    """What is to be read: a name, class and split for every image, and the images in that order, or what is wrong with each."""
+    """Images to be read: name, class and split of each, and the images in that order, or the error of each."""
 
     names: Sequence[str]
     labels: Sequence[str]

@@ -47,13 +47,13 @@ class Split:
         return len(self.labels)
 
     def take(self, indices: Tensor) -> Split:
-        """The images at `indices`, in that order."""
+        """Return the images at `indices`, in that order."""
         indices = indices.to(self.labels.device)
         rows = indices if self.rows is None else self.rows[indices]
         return Split(images=self.images[rows], labels=self.labels[indices])
 
     def part(self, indices: Tensor) -> Split:
-        """The same as `take`; of memory-mapped images none is read."""
+        """Return the same as `take`, without reading memory-mapped images."""
         return (
             self.take(indices)
             if self.rows is None
@@ -61,7 +61,7 @@ class Split:
         )
 
     def to(self, device: torch.device | str) -> Split:
-        """The same split on `device`."""
+        """Return the split on `device`."""
         return self._replaced(self.images.to(device), self.labels.to(device), self.rows)
 
     def _replaced(self, images: Tensor, labels: Tensor, rows: Tensor | None) -> Split:
@@ -76,7 +76,7 @@ class Dataset(DatasetInfo):
     test: Split | None
 
     def split(self, which: str) -> Split:
-        """The split called ``"train"`` or ``"test"``; an absent test split is a FileNotFoundError that says so."""
+        """Return the split called ``"train"`` or ``"test"``; an absent test split is a FileNotFoundError that says so."""
         if which not in ("train", "test"):
             raise ValueError(f"unknown split {which!r}; choose 'train' or 'test'")
         found = self.train if which == "train" else self.test
@@ -88,16 +88,12 @@ class Dataset(DatasetInfo):
         return found
 
     def to(self, device: torch.device | str) -> Dataset:
-        """The same data set on `device`."""
+        """Return the data set on `device`."""
         return replace(self, train=self.train.to(device), test=None if self.test is None else self.test.to(device))
 
 
 def load(name: str, root: str | os.PathLike[str] | None = None) -> Dataset:
-    """The data set called `name`, read from the data root and verified byte by byte.
-
-    Args:
-        name: ``digits``, ``cifar10``, ``cifar100`` or ``stl10``; or images of one's own (`revode_lab.data.own`).
-        root: Data root; see `data_root` for the default. The digits are embedded and need none.
+    """Return the data set called `name`, or images of the user's (`revode_lab.data.own`), verified byte by byte.
 
     Raises:
         ValueError: The name is unknown, or a file is damaged.
@@ -122,7 +118,7 @@ def load(name: str, root: str | os.PathLike[str] | None = None) -> Dataset:
 
 
 def _decode_cifar(layout: Layout, parts: list[np.ndarray]) -> Split:
-    """Records of one image each: its labels (CIFAR-100: coarse, then fine), then pixels as (channel, row, column)."""
+    """Decode records of one image each: its labels (CIFAR-100: coarse, then fine), then pixels as (channel, row, column)."""
     num_labels = len(layout.label_keys)
     records = np.concatenate([part.reshape(-1, num_labels + CIFAR_PIXELS) for part in parts])
     images = records[:, num_labels:].reshape(-1, 3, 32, 32)
@@ -130,18 +126,18 @@ def _decode_cifar(layout: Layout, parts: list[np.ndarray]) -> Split:
 
 
 def _decode_stl(layout: Layout, parts: list[np.ndarray]) -> Split:
-    """Images of 3 x 96 x 96 bytes as (channel, column, row); labels of one byte each, counted from 1."""
+    """Decode images of 3 x 96 x 96 bytes as (channel, column, row); labels of one byte each, counted from 1."""
     pixels, classes = parts
     images = np.ascontiguousarray(pixels.reshape(-1, 3, 96, 96).transpose(0, 1, 3, 2))
     return Split(images=torch.from_numpy(images), labels=torch.from_numpy(classes.astype(np.int64) - 1))
 
 
 DECODERS: dict[str, Callable[[Layout, list[np.ndarray]], Split]] = {"cifar": _decode_cifar, "stl": _decode_stl}
-"""How a split is read out of the bytes of its files, by the ``encoding`` of its `Layout`."""
+"""``encoding`` of a `Layout` -> function from the bytes of its files to a split."""
 
 
 def _read_digits(info: DatasetInfo) -> tuple[Split, Split]:
-    """1,797 handwritten digits (UCI, CC BY 4.0; see digits.txt), always split alike, a fifth of them for testing.
+    """Return 1,797 handwritten digits (UCI, CC BY 4.0; see digits.txt), always split alike, a fifth of them for testing.
 
     The source has no split of its own: scikit-learn's copy, from which these come, is UCI's test part. Counts 0..16 are
     mapped to 0..255.
@@ -154,15 +150,9 @@ def _read_digits(info: DatasetInfo) -> tuple[Split, Split]:
 
 
 def hold_out(split: Split, amount: int | float, seed: int) -> tuple[Split, Split]:
-    """Divide a split at random into what remains and what is held out, with equal proportions of the classes.
+    """Divide a split at random into remaining and held-out images, with equal proportions of the classes, each in order.
 
-    Args:
-        split: What to divide.
-        amount: How much to hold out: a number of images (int) or a fraction strictly between 0 and 1 (float).
-        seed: The same seed always holds out the same images.
-
-    Returns:
-        The remaining and the held-out images, both in their original order.
+    `amount` is a number of images (int) or a fraction strictly between 0 and 1 (float).
     """
     if isinstance(amount, float) and not 0 < amount < 1:
         raise ValueError(f"held-out fraction is {amount}; expected a number strictly between 0 and 1, or a whole count")
@@ -176,13 +166,7 @@ def hold_out(split: Split, amount: int | float, seed: int) -> tuple[Split, Split
 
 
 def subset(split: Split, fraction: float, seed: int) -> Split:
-    """A random part of a split with equal proportions of the classes, in its original order.
-
-    Args:
-        split: What to take from.
-        fraction: Above 0 and at most 1; 1 returns the split itself. Every class must keep at least one image.
-        seed: The same seed always takes the same images.
-    """
+    """Return a random fraction of a split in order, with equal proportions of the classes, at least one image of each."""
     if not 0 < fraction <= 1:
         raise ValueError(f"train fraction is {fraction}; expected a number above 0 and at most 1")
     if fraction == 1:
@@ -202,7 +186,7 @@ def subset(split: Split, fraction: float, seed: int) -> Split:
 
 
 def _stratified(labels: Tensor, count: int, seed: int) -> Tensor:
-    """A mask that picks `count` images: from each class its share, at random.
+    """Return a mask that picks `count` images: from each class its share, at random.
 
     Shares are rounded by largest remainder, so that they add up to `count`; equal remainders go to the lower class.
     """

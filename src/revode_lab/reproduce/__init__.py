@@ -8,7 +8,7 @@ with the paper's numbers beside ours, a figure and the numbers as JSON.
 |---|---|
 | ``task`` | what a task is, and what it costs |
 | ``item`` | what a budget and an item are; completing tasks and writing what they found |
-| ``accuracy``, ``subsets``, ``depth``, ``stability`` | the items, by what they show |
+| ``accuracy``, ``subsets``, ``depth``, ``stability``, ``weights`` | the items, by what they show |
 | ``paper`` | the paper's own numbers |
 
 This file lists the items by name. It needs no torch, so that ``revode reproduce --help`` is quick.
@@ -16,7 +16,6 @@ This file lists the items by name. It needs no torch, so that ``revode reproduce
 
 ITEMS = {
     "table-1": ("accuracy", "all networks on CIFAR-10 and CIFAR-100"),
-    "table-1-batch-norm": ("accuracy", "a network of each family, with batch norm and its best h"),
     "table-2": ("accuracy", "96x96 networks on STL-10"),
     "small-data": ("subsets", "Hamiltonian against ResNet on a few per cent of CIFAR-10, batch norm and biases"),
     "fig-stl-subset": ("subsets", "Hamiltonian against ResNet on parts of STL-10"),
@@ -25,9 +24,9 @@ ITEMS = {
     "memory": ("depth", "memory over depth under every gradient strategy"),
     "stability": ("stability", "the theory's claims, measured: eigenvalues, growth, step sizes"),
     "levels-74": ("accuracy", "hamiltonian-74 in multilevel training: small images first"),
-    "levels-or-plain": ("accuracy", "multilevel against plain training at an equal cost"),
+    "same-weights": ("weights", "a reversible and a stored training end with the same weights, bit for bit"),
 }
-"""Name -> module in this room that has it in its ``ITEMS``, one line of help."""
+"""Name -> module of this package that has it in its ``ITEMS``, one line of help."""
 
 BUDGETS = {
     "smoke": "under a minute on the embedded digits; shows that everything works, and nothing else",

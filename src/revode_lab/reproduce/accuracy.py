@@ -1,4 +1,4 @@
-"""Tables of accuracies beside the paper's: table 1, table 2, and what small images first reach in about two hours."""
+"""Tables of accuracies beside the paper's: table 1, table 2, and multilevel training."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from revode_lab.reproduce.item import (
     percent,
 )
 from revode_lab.reproduce.task import Setup, TrainingRun
-from revode_lab.training.config import cost_until, mean_cost, parse_levels
+from revode_lab.training.levels import mean_cost, parse_levels
 
 NAMES = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "stl10": "STL-10"}
 BASELINE = "resnet-32-stl"
@@ -42,12 +42,12 @@ STL_SHORT: dict[str, Any] = {
 
 
 def trainings(models: Iterable[str], shares: Iterable[float] = (1.0,), **row: Any) -> list[TrainingRun]:
-    """A training of every network on every share of the images, alike in all else."""
+    """Return a training of every network on every share of the images, alike in all else."""
     return [TrainingRun(model=model, fraction=share, **row) for share in shares for model in models]
 
 
 def smoke(models: Iterable[str], shares: Iterable[float] = (1.0,), seeds: int = 1, hold_out: int = 0) -> Budget:
-    """The smoke budget of an item that trains these networks."""
+    """Return the smoke budget of an item that trains these networks."""
     return Budget(SMOKE_NOTE, "smoke on digits", trainings(models, shares, hold_out=hold_out, **SMOKE), seeds)
 
 
@@ -68,13 +68,13 @@ FAST: dict[str, Any] = {
 }
 
 
-# Reversible networks are trained reversibly, their states on a grid of 12 bits, which has room for the states of h = 1; the
+# Reversible networks are trained reversibly, their states on a grid of 12 bits, which holds the states of h = 1; the
 # gradients are then, bit for bit, those of storing on that grid.
 REVERSIBLY: dict[str, Any] = {**FAST, "backprop": "reversible", "exact": 12}
 
 
 def smoke_levels(layers: int = 18) -> dict[str, Any]:
-    """The smoke budget's training of a tiny network of so many layers in two levels."""
+    """Return the smoke budget's training of a tiny network of so many layers in two levels."""
     levels = f"{layers}@4:1,{layers}@8:1"
     return {**SMOKE, "settings": {"levels": levels, "batch_size": 256, "log_every": 1, **SHORT}}
 
@@ -113,28 +113,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "leapfrog-26": {"norm": "batch", "h": 0.3},
 }
 """A network of each family -> its options with batch norm and the h that validation images chose (docs/reproduction.md)."""
-FIVE_EPOCHS: dict[str, Any] = {
-    "dataset": "cifar10",
-    "recipe": "quick",
-    "settings": {"epochs": 5, **FAST, "evaluate_every": 1, "report": False},
-}
-TABLE_1_BATCH_NORM = {
-    "smoke": smoke(FAMILIES),
-    "cpu": Budget(
-        "CPU budget: 5 epochs of 50,000 images by one recipe for all networks, with batch norm everywhere and each network's "
-        "best h (1 for Hamiltonian and MidPoint, 0.3 for Leapfrog); not the paper's schedule of 160 epochs, nor its h = 0.1.",
-        "CPU budget, 5 epochs",
-        [TrainingRun(model=model, options=options, **FIVE_EPOCHS) for model, options in FAMILIES.items()],
-    ),
-    "paper": Budget(
-        "The paper's schedule, 160 epochs, with batch norm everywhere and each network's best h.",
-        paper.CIFAR_SCHEDULE,
-        [
-            TrainingRun(model=model, options=options, dataset="cifar10", recipe="cifar")
-            for model, options in FAMILIES.items()
-        ],
-    ),
-}
 
 
 # One recipe for all families, in levels as `levels-74`.
@@ -166,34 +144,6 @@ TABLE_1 = {
         paper.CIFAR_SCHEDULE,
         [TrainingRun(model=name, dataset=images, recipe="auto") for name, row in paper.CIFAR.items() for images in row],
     ),
-}
-# The same recipe with small images first, in no more operations than the five epochs.
-LEVELS_OR_PLAIN = {
-    "smoke": Budget(
-        SMOKE_NOTE,
-        "smoke on digits",
-        [
-            TrainingRun(model=HAMILTONIAN, **SMOKE),
-            TrainingRun(model=HAMILTONIAN, label=f"{HAMILTONIAN}, levels", **smoke_levels()),
-        ],
-    ),
-    "cpu": Budget(
-        "CPU budget: about as many operations each, with one recipe: 5 epochs of 50,000 whole images, or 4 epochs at 16x16, 3 "
-        "at 24x24 and 2 at 32x32; not the paper's schedule of 160 epochs, nor its biases and h = 0.1.",
-        "CPU budget",
-        [
-            TrainingRun(model=HAMILTONIAN, options=FAMILIES[HAMILTONIAN], **FIVE_EPOCHS),
-            TrainingRun(
-                model=HAMILTONIAN,
-                dataset="cifar10",
-                recipe="quick",
-                label=f"{HAMILTONIAN}, levels",
-                options=FAMILIES[HAMILTONIAN],
-                settings={"levels": "74@16:4,74@24:3,74@32:2", **FAST, "evaluate_every": 1, "report": False},
-            ),
-        ],
-    ),
-    "paper": PAPERS_74,
 }
 
 
@@ -233,7 +183,7 @@ TABLE_2 = {
 
 
 def grouped(outcomes: Iterable[Outcome], key: Callable[[Any], Any]) -> dict[Any, dict[int, float]]:
-    """Key of the task -> seed -> accuracy in per cent, in the order of appearance."""
+    """Return key of the task -> seed -> accuracy in per cent, in the order of appearance."""
     found: dict[Any, dict[int, float]] = {}
     for task, result, _ in outcomes:
         found.setdefault(key(task), {})[task.seed] = task.accuracy(result)
@@ -241,13 +191,13 @@ def grouped(outcomes: Iterable[Outcome], key: Callable[[Any], Any]) -> dict[Any,
 
 
 def mean_and_deviation(values: Iterable[float]) -> tuple[float, float]:
-    """Mean and sample standard deviation; one value deviates by 0."""
+    """Return mean and sample standard deviation; one value deviates by 0."""
     numbers = list(values)
     return statistics.fmean(numbers), statistics.stdev(numbers) if len(numbers) > 1 else 0.0
 
 
 def spread(values: Iterable[float], unit: str = "%", signed: bool = False) -> str:
-    """Mean ± sample standard deviation and n, as ``64.12 ± 0.31 % (n = 3)``; a single value has no spread."""
+    """Return mean ± sample standard deviation and n, as ``64.12 ± 0.31 % (n = 3)``; a single value has no spread."""
     numbers = list(values)
     if not numbers:
         return ABSENT
@@ -259,7 +209,7 @@ def spread(values: Iterable[float], unit: str = "%", signed: bool = False) -> st
 
 
 def hold_out_remark(outcomes: list[Outcome]) -> list[str]:
-    """How the images were chosen that stand in for the test split; nothing where there is one."""
+    """Return a remark on the images that stand in for the test split; nothing where there is one."""
     num_images = outcomes[0].task.hold_out
     if not num_images:
         return []
@@ -271,8 +221,7 @@ def hold_out_remark(outcomes: list[Outcome]) -> list[str]:
 
 
 def show_table_1(budget: Budget, outcomes: list[Outcome]) -> Findings:
-    """Accuracies of every network on every data set beside the paper's, and bars for the first data set; one that the paper
-    does not have is compared with its first."""
+    """Show accuracies beside the paper's, and bars for the first data set, compared with the paper's first."""
     printed, schedule = paper.CIFAR, paper.CIFAR_SCHEDULE
     found = grouped(outcomes, lambda task: (task.name, task.dataset))
     networks: dict[str, Outcome] = {}
@@ -311,7 +260,7 @@ def show_table_1(budget: Budget, outcomes: list[Outcome]) -> Findings:
 
 
 def show_course(budget: Budget, outcomes: list[Outcome]) -> Findings:
-    """The accuracy beside the paper's, and its course."""
+    """Show the accuracy beside the paper's, and its course."""
     task, result = outcomes[0].task, outcomes[0].result
     (accuracies,) = grouped(outcomes, lambda task: task.model).values()
     seconds = sum(outcome.result["seconds"] for outcome in outcomes) / len(outcomes)
@@ -334,24 +283,8 @@ def show_course(budget: Budget, outcomes: list[Outcome]) -> Findings:
     return Findings([Table([row])], [Chart(charts.lines(series, "step", "accuracy, %"), caption)])
 
 
-def show_levels_or_plain(budget: Budget, outcomes: list[Outcome]) -> Findings:
-    """Accuracy over what the training cost."""
-    theirs = {f"paper, CIFAR-10 ({paper.CIFAR_SCHEDULE})": percent(paper.CIFAR[HAMILTONIAN]["cifar10"])}
-    rows, series = [], {}
-    for name, own in by_network(outcomes).items():
-        rows.append(_in_levels(budget, own) | theirs)
-        levels, lines = parse_levels(own[0].task.config(Setup()).optimization.levels), own[0].lines("evaluation")
-        series[name] = (
-            [cost_until(levels, line["epoch"] + 1) for line in lines],
-            [100 * line["accuracy"] for line in lines],
-        )
-    markup = charts.lines(series, "operations, in epochs of whole images", "test accuracy, %", mark=True)
-    caption = "Test accuracy of the averaged weights after each epoch, over the operations until then, on images of the level."
-    return Findings([Table(rows)], [Chart(markup, caption)])
-
-
 def show_table_2(budget: Budget, outcomes: list[Outcome]) -> Findings:
-    """Accuracies, what they took, and the course of the training."""
+    """Show accuracies, their cost, and the course of the training."""
     rows, series = [], {}
     for name, own in by_network(outcomes).items():
         theirs = percent(paper.STL.get(own[0].task.model, {}).get("stl10"))
@@ -366,13 +299,13 @@ def show_table_2(budget: Budget, outcomes: list[Outcome]) -> Findings:
 
 
 def by_network(outcomes: list[Outcome]) -> dict[str, list[Outcome]]:
-    """The outcomes of every network, in the order of appearance."""
+    """Return the outcomes of every network, in the order of appearance."""
     names = dict.fromkeys(outcome.task.name for outcome in outcomes)
     return {name: [outcome for outcome in outcomes if outcome.task.name == name] for name in names}
 
 
 def _in_levels(budget: Budget, own: list[Outcome]) -> dict[str, str]:
-    """What a network's trainings cost and reached."""
+    """Return cost and accuracy of a network's trainings."""
     task, result = own[0].task, own[0].result
     levels = task.config(Setup()).optimization.levels
     return {
@@ -387,8 +320,6 @@ def _in_levels(budget: Budget, own: list[Outcome]) -> dict[str, str]:
 
 ITEMS = (
     Item("table-1", "Table 1: CIFAR-10 and CIFAR-100", TABLE_1, show_table_1),
-    Item("table-1-batch-norm", "Table 1 with batch norm everywhere", TABLE_1_BATCH_NORM, show_table_1),
     Item("table-2", "Table 2: STL-10", TABLE_2, show_table_2),
     Item("levels-74", "hamiltonian-74 on CIFAR-10, multilevel", LEVELS_74, show_course),
-    Item("levels-or-plain", "hamiltonian-74 with and without levels", LEVELS_OR_PLAIN, show_levels_or_plain),
 )

@@ -1,10 +1,10 @@
-"""What depth costs: memory under every gradient strategy, and 1,202 layers trained, with their gradients over depth."""
+"""The cost of depth: memory under every gradient strategy, and 1,202 layers trained, with their gradients over depth."""
 
 from __future__ import annotations
 
 import itertools
 import statistics
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,38 +16,26 @@ from revode_lab.files import human_bytes
 from revode_lab.reproduce import paper
 from revode_lab.reproduce.accuracy import REVERSIBLY, smoke_levels
 from revode_lab.reproduce.item import ABSENT, SMOKE, SMOKE_NOTE, Budget, Chart, Findings, Item, Outcome, Table, percent
-from revode_lab.reproduce.task import Setup, Task, TaskFailed, TrainingRun, forward_flops, what_ran
+from revode_lab.reproduce.task import NetworkTask, Setup, Task, TaskFailed, TrainingRun
 
 STRATEGIES = ("reversible", "checkpoint-sqrt", "checkpoint", "store")
 """The library, and the baselines of `revode_lab.baselines`."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepCost(Task):
-    """What one training step of a network costs in bytes and seconds, measured as ``make bench`` measures it.
+class StepCost(NetworkTask):
+    """Bytes and seconds of one training step on random images of the data set's shape, measured as by ``make bench``.
 
     Attributes:
-        model: The network.
-        strategy: ``reversible``, ``store``, ``checkpoint`` or ``checkpoint-sqrt``.
-        options: Options of the network.
-        dataset: Whose images it has the shape of; their content is random.
-        batch_size: Images.
+        strategy: One of `STRATEGIES`.
         num_timed: Steps to time.
-        fresh: Whether to start a process for it; else only the bytes kept for backward mean something.
+        fresh: Start a process for it; else only the bytes kept for backward mean something.
     """
 
-    model: str
     strategy: str
-    options: dict[str, Any] = field(default_factory=dict)
-    dataset: str = "cifar10"
     batch_size: int = 32
     num_timed: int = 1
     fresh: bool = True
-
-    @property
-    def name(self) -> str:
-        """The network in words."""
-        return what_ran(self.model, self.model, self.options)
 
     @property
     def title(self) -> str:
@@ -55,7 +43,7 @@ class StepCost(Task):
 
     def flops(self) -> float:
         units = 4 * (1 + self.num_timed) + 1
-        return units * self.batch_size * forward_flops(self.model, self.dataset, self.options)
+        return units * self.batch_size * self.forward_flops()
 
     def measure(self, setup: Setup) -> dict[str, Any]:
         from revode_lab.fresh import in_fresh_process
@@ -65,10 +53,7 @@ class StepCost(Task):
         threads = setup.threads or torch.get_num_threads()
         how = (self.model, options, self.batch_size, self.strategy, threads, self.num_timed)
         try:
-            if self.fresh:
-                found = in_fresh_process(network_cost, *how)
-            else:
-                found = network_cost(*how) | {"peak_bytes": None}
+            found = in_fresh_process(network_cost, *how) if self.fresh else network_cost(*how) | {"peak_bytes": None}
         except RuntimeError as error:
             raise TaskFailed(str(error)) from error
         return {"layers": model_config(self.model, **self.options).num_layers, **found}
@@ -94,7 +79,7 @@ class OverDepth(Task):
         return [replace(self, run=run) for run in self.run.for_seeds(seeds)]
 
     def flops(self) -> float:
-        return 2 * 5 * self.num_images * forward_flops(self.run.model, self.run.dataset, self.run.options)
+        return 2 * 5 * self.num_images * self.run.forward_flops()
 
     def measure(self, setup: Setup) -> dict[str, Any]:
         from revode_lab.stability import signal_propagation
@@ -125,16 +110,15 @@ class OverDepth(Task):
 
 DEPTHS = (14, 26, 50, 98, 194, 386, 770, 1202, 2402)
 ALIKE: dict[str, Any] = {"channels": [32, 64, 128], "norm": "none", "horizon": 1.0, "init": "independent"}
-"""The same at every depth: width, bias in place of batch norm, and a fixed horizon."""
+"""Options at every depth: width, bias in place of batch norm, and a fixed horizon."""
 
 
 def _steps(batch: int) -> list[Task]:
-    """A step of every depth under every strategy, and of the ResNet of that depth."""
+    """Return a step of every depth under every strategy, and of the ResNet of that depth."""
     tasks: list[Task] = []
-    for depth in DEPTHS:
-        name = f"hamiltonian-{depth}"
-        tasks += [StepCost(model=name, strategy=strategy, options=ALIKE, batch_size=batch) for strategy in STRATEGIES]
-        tasks.append(StepCost(model=f"resnet-{depth}", strategy="store", batch_size=batch))
+    for n in DEPTHS:
+        tasks += [StepCost(model=f"hamiltonian-{n}", strategy=s, options=ALIKE, batch_size=batch) for s in STRATEGIES]
+        tasks.append(StepCost(model=f"resnet-{n}", strategy="store", batch_size=batch))
     return tasks
 
 
@@ -158,7 +142,7 @@ Curves = dict[str, dict[int, float]]
 
 
 def show_memory(budget: Budget, outcomes: list[Outcome]) -> Findings:
-    """Bytes kept for backward and peaks of fresh processes, over layers."""
+    """Show bytes kept for backward and peaks of fresh processes, over layers."""
     kept, peaks = _curves(outcomes, "saved_bytes"), _curves(outcomes, "peak_bytes")
     layers = sorted({depth for values in kept.values() for depth in values})
     tables = [_table("Kept for backward after the forward pass, MB", kept, layers)]
@@ -179,7 +163,7 @@ def show_memory(budget: Budget, outcomes: list[Outcome]) -> Findings:
 
 
 def _curves(outcomes: list[Outcome], column: str) -> Curves:
-    """Family and strategy -> layers -> MB, of those that have it."""
+    """Return family and strategy -> layers -> MB, where it was measured."""
     found: Curves = {}
     for task, result, _ in outcomes:
         if result[column] is not None:
@@ -189,7 +173,7 @@ def _curves(outcomes: list[Outcome], column: str) -> Curves:
 
 
 def _growth(values: dict[int, float]) -> float:
-    """Memory of the deepest network over that of the shallowest."""
+    """Return the memory of the deepest network over that of the shallowest."""
     return values[max(values)] / values[min(values)]
 
 
@@ -217,7 +201,7 @@ CPU: dict[str, Any] = {
 
 
 def _deep(run: dict[str, Any], **cost: Any) -> list[Task]:
-    """The costs first, as they are short; then the training, and what it did to gradients over depth."""
+    """Return the costs first, as they are short; then the training and its gradients over depth."""
     training = TrainingRun(model=DEEP, **run)
     cost |= {"dataset": training.dataset, "options": training.options}
     pairs = ((DEEP, "reversible"), (DEEP, "store"), (BASELINE, "store"))
@@ -275,7 +259,7 @@ LEVELS_1202 = {
 
 
 def show_depth_1202(budget: Budget, outcomes: list[Outcome]) -> Findings:
-    """Costs, loss curve, gradients over depth."""
+    """Show costs, loss curve, gradients over depth."""
     tables, found = [], []
     for kind, show in ((StepCost, _costs), (TrainingRun, _training), (OverDepth, _over_depth)):
         own = [outcome for outcome in outcomes if isinstance(outcome.task, kind)]
@@ -343,7 +327,7 @@ RECENT = 3
 
 
 def _changes(run: Outcome) -> list[dict[str, str]]:
-    """Accuracy before and after each change of level, and the steps until the training loss is what it was."""
+    """Return accuracy before and after each change of level, and the steps until the training loss is back."""
     scores = {line["step"]: 100 * line["accuracy"] for line in run.lines("evaluation")}
     losses = {line["step"]: line["loss"] for line in run.lines("train")}
     rows = []

@@ -1,4 +1,4 @@
-"""What an item of the paper is, how its tasks are completed from where they stopped, and how what they found is written.
+"""Items of the paper: complete their tasks from where they stopped, and write the findings.
 
 Markdown and HTML are for people, JSON for programs, SVG for both; each says how it was made.
 """
@@ -37,14 +37,13 @@ SMOKE: dict[str, Any] = {"dataset": "digits", "recipe": "digits", "options": TIN
 
 @dataclass(frozen=True)
 class Budget:
-    """What an item does under one budget.
+    """The tasks of an item under one budget.
 
     Attributes:
-        note: What the numbers are, in one sentence that no reader of them may miss; ``{images}`` in it stands for the number
-            of images of the first training.
+        note: The meaning of the numbers in one sentence; ``{images}`` in it stands for the images of the first training.
         schedule: The same in a few words, for the head of a column.
         tasks: One row for each task, with seed 0.
-        seeds: How many seeds each has unless the user says.
+        seeds: Default number of seeds.
     """
 
     note: str
@@ -61,11 +60,11 @@ class Outcome(NamedTuple):
     folder: Path
 
     def lines(self, kind: str) -> list[dict[str, Any]]:
-        """The lines of this kind that a training wrote."""
+        """Return the lines of this kind that a training wrote."""
         return [line for line in read_metrics(self.folder) if line["kind"] == kind]
 
     def metrics(self, kind: str, quantity: str) -> tuple[list[int], list[float]]:
-        """The course of a quantity in a training: steps and values."""
+        """Return the course of a quantity in a training: steps and values."""
         lines = self.lines(kind)
         return [line["step"] for line in lines], [line[quantity] for line in lines]
 
@@ -87,7 +86,7 @@ class Chart(NamedTuple):
 
 @dataclass(frozen=True)
 class Findings:
-    """What an item has to show, in the order tables, charts, remarks; `numbers` go into its JSON besides the tasks' own."""
+    """The page of an item: tables, charts, remarks; `numbers` go into its JSON besides the tasks' own."""
 
     tables: list[Table]
     charts: list[Chart]
@@ -97,14 +96,7 @@ class Findings:
 
 @dataclass(frozen=True)
 class Item:
-    """A table or figure of the paper.
-
-    Attributes:
-        name: On the command line.
-        title: Heading of its page.
-        budgets: What it does under each budget.
-        show: From a budget and finished tasks (any number of them, at least one) to what there is to show.
-    """
+    """A table or figure of the paper: its budgets, and a function from a budget and finished tasks to findings."""
 
     name: str
     title: str
@@ -112,7 +104,7 @@ class Item:
     show: Callable[[Budget, list[Outcome]], Findings]
 
     def plan(self, setup: Setup) -> Budget:
-        """The budget that was asked for, with a task for each seed; images are held out only where there is no test split."""
+        """Return the budget with a task for each seed; images are held out only where there is no test split."""
         if setup.budget not in self.budgets:
             raise unknown("budget", setup.budget, self.budgets)
         budget, tasks, root = self.budgets[setup.budget], [], data_root(setup.data_root)
@@ -125,7 +117,7 @@ class Item:
 
 
 def find_item(name: str) -> Item:
-    """The item called `name`; an unknown name lists the choices and the nearest one."""
+    """Return the item called `name`; raise ValueError with the choices and the nearest one for an unknown name."""
     if name not in ITEMS:
         raise unknown("item", name, ITEMS)
     module = importlib.import_module(f"revode_lab.reproduce.{ITEMS[name][0]}")
@@ -133,12 +125,12 @@ def find_item(name: str) -> Item:
 
 
 def percent(value: float | None) -> str:
-    """A number of the paper in per cent."""
+    """Return a number of the paper in per cent."""
     return ABSENT if value is None else f"{value:.2f} %"
 
 
 class Reproduction(NamedTuple):
-    """What came of it: the files, and the tasks that found no result, each with a sentence."""
+    """The written files, and the tasks without a result, each with a sentence."""
 
     files: list[Path]
     problems: dict[str, str]
@@ -147,17 +139,10 @@ class Reproduction(NamedTuple):
 def reproduce(
     item: Item, setup: Setup | None = None, out: Path | None = None, say: Callable[[str], None] = print
 ) -> Reproduction:
-    """Complete every task of `item` and write its files.
+    """Complete every task of `item` and write its files, into ``results/ITEM-BUDGET`` unless `out` is given.
 
-    A task that is finished is not done again; a training that was stopped goes on from its checkpoint. A training that
-    diverges and a measurement that fails are reported as such, and the others are done. When something stops the whole (a
-    signal, an error), what is finished by then is written before it goes on its way.
-
-    Args:
-        item: What to reproduce.
-        setup: Under which budget, with how many seeds; where the tasks' directories lie.
-        out: Where the files go; ``results/ITEM-BUDGET`` unless given.
-        say: Told what happens.
+    A finished task is not done again; a training that was stopped goes on from its checkpoint. A training that diverges and a
+    measurement that fails are reported, and the others are done. On a signal or error, finished tasks are written first.
 
     Raises:
         Interrupted: A signal stopped a training, which is saved.
@@ -231,7 +216,7 @@ _LEFT_OUT = ("confusion", "plan", "test_accuracy", "test_loss", "validation_accu
 
 
 def by_training(entries: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Title without its seed -> the entries of all seeds, of the trainings among an item's tasks as its JSON has them."""
+    """Return title without its seed -> the entries of all seeds, of the trainings among the tasks in an item's JSON."""
     found: dict[str, list[dict[str, Any]]] = {}
     for entry in entries:
         if entry["kind"] == "TrainingRun":
@@ -245,7 +230,7 @@ TRAINED = (
 
 
 def conditions(own: list[dict[str, Any]]) -> dict[str, str]:
-    """What a reader must know of the entries of one training beside its accuracy."""
+    """Return the conditions of one training, from its entries."""
     results = [entry["result"] for entry in own]
     return {
         "training": own[0]["title"].rpartition(", seed ")[0],
@@ -258,7 +243,7 @@ def conditions(own: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def _entry(outcome: Outcome, setup: Setup) -> dict[str, Any]:
-    """A task and its result, without what only its own directory needs."""
+    """Return a task and its result, without the entries that only its own directory needs."""
     task = outcome.task
     score: dict[str, Any] = {}
     if isinstance(task, TrainingRun):
@@ -270,8 +255,8 @@ def _entry(outcome: Outcome, setup: Setup) -> dict[str, Any]:
 
 
 def _origin(item: Item, plan: Budget, outcomes: list[Outcome], setup: Setup) -> dict[str, Any]:
-    """What the numbers depend on: command, seeds, time, versions, hardware."""
-    trains = any(isinstance(task, TrainingRun) for task in plan.tasks)
+    """Return the origin of the numbers: command, seeds, time, versions, hardware."""
+    trains = any(task.is_of_training for task in plan.tasks)
     # Where data lie is the reader's own, and what trains nothing needs neither processes nor precision.
     command = f"revode reproduce {item.name} --budget {setup.budget}"
     if any(hasattr(task, "seed") for task in plan.tasks):
@@ -303,7 +288,7 @@ def _origin(item: Item, plan: Budget, outcomes: list[Outcome], setup: Setup) -> 
 
 
 def _facts(origin: dict[str, Any]) -> dict[str, str]:
-    """What a reader must know to repeat it."""
+    """Return the origin in words, for a reader who repeats it."""
     hardware = "; ".join(
         f"{m['system']}, {m['cores']} cores, threads: {m['threads']}, {m.get('gpu', m['device'])}"
         for m in origin["machines"]

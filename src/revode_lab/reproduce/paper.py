@@ -1,4 +1,4 @@
-"""What the paper prints (Chang et al., "Reversible Architectures for Arbitrarily Deep Residual Neural Networks", AAAI 2018)."""
+"""The paper's numbers (Chang et al., "Reversible Architectures for Arbitrarily Deep Residual Neural Networks", AAAI 2018)."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,30 +10,22 @@ import torch
 from revode.networks import FAMILIES
 from revode_lab import charts, data
 from revode_lab.reproduce.item import ABSENT, TINY, Budget, Chart, Findings, Item, Outcome, Table
-from revode_lab.reproduce.task import Setup, Task, forward_flops, what_ran
+from revode_lab.reproduce.task import NetworkTask, Setup
 
 
 @dataclass(frozen=True, kw_only=True)
-class StabilityAnalysis(Task):
-    """Everything the stability lab says about a network with initial weights."""
+class StabilityAnalysis(NetworkTask):
+    """The stability analysis of a network with initial weights."""
 
-    model: str
-    dataset: str = "cifar10"
     num_images: int = 16
     seed: int = 0
-    options: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        """The network in words."""
-        return what_ran(self.model, self.model, self.options)
 
     @property
     def title(self) -> str:
         return f"stability of {self.name} on {self.dataset}, seed {self.seed}"
 
     def flops(self) -> float:
-        return 300 * self.num_images * forward_flops(self.model, self.dataset, self.options)
+        return 300 * self.num_images * self.forward_flops()
 
     def measure(self, setup: Setup) -> dict[str, Any]:
         from revode import create_model
@@ -93,7 +85,7 @@ COLUMNS = {
 
 
 def show(budget: Budget, outcomes: list[Outcome]) -> Findings:
-    """The claims beside what is measured; eigenvalues, growth, and the map of the linear RevNet."""
+    """Show the claims beside the measurements; eigenvalues, growth, and the map of the linear RevNet."""
     from revode_lab.stability.figures import linear_revnet_map
 
     rows, clouds, curves = [], {}, {}

@@ -67,12 +67,12 @@ STL_SUBSET = {
 
 
 def differences(first: dict[int, float], second: dict[int, float]) -> list[float]:
-    """First minus second, of equal seeds."""
+    """Return first minus second, of equal seeds."""
     return [first[seed] - second[seed] for seed in first if seed in second]
 
 
 def show_subset(budget: Budget, outcomes: list[Outcome]) -> Findings:
-    """Accuracy of both at every share, and the difference of runs with equal seeds beside the paper's claim."""
+    """Show the accuracy of both at every share, and the difference of runs with equal seeds beside the paper's claim."""
     found = grouped(outcomes, lambda task: (task.fraction, task.name))
     tasks = {outcome.task.fraction: outcome.task for outcome in outcomes}
     split, schedule = outcomes[0].task.split, budget.schedule
@@ -120,7 +120,7 @@ LAST = 0.1
 
 
 def _small_data(num_steps: int, share: float = SHARE, labels: Iterable[str] = CHOSEN) -> list[TrainingRun]:
-    """These of the four networks on a share of CIFAR-10 for this many steps."""
+    """Return trainings of these of the four networks on a share of CIFAR-10 for this many steps."""
     alike = {"epochs": None, "max_steps": num_steps, "batch_size": BATCH, "backprop": "store", "exact": 0, **SHORT}
     row: dict[str, Any] = {"dataset": "cifar10", "recipe": "quick", "fraction": share}
     return [
@@ -163,7 +163,7 @@ SMALL_DATA = {
 
 
 def show_small_data(budget: Budget, outcomes: list[Outcome]) -> Findings:
-    """Accuracies, paired differences and how the training loss ends at the first share; both networks over all shares."""
+    """Show accuracies, paired differences and the last training losses at the first share; both networks over all shares."""
     share = outcomes[0].task.fraction
     first = [outcome for outcome in outcomes if outcome.task.fraction == share]
     found = grouped(first, lambda task: task.name)
@@ -212,7 +212,7 @@ def show_small_data(budget: Budget, outcomes: list[Outcome]) -> Findings:
 
 
 def _end(steps: list[int], losses: list[float]) -> tuple[float, float]:
-    """Mean and least-squares slope per 1,000 steps of the last part of a curve."""
+    """Return mean and least-squares slope per 1,000 steps of the last part of a curve."""
     first = steps[-1] * (1 - LAST)
     last = [(step, loss) for step, loss in zip(steps, losses, strict=True) if step > first]
     x, y = zip(*last, strict=True)
@@ -220,7 +220,7 @@ def _end(steps: list[int], losses: list[float]) -> tuple[float, float]:
 
 
 def _interval(values: list[float]) -> str:
-    """Student's interval for the mean; one value has none."""
+    """Return Student's interval for the mean; one value has none."""
     if len(values) < 2:
         return ABSENT
     from scipy.stats import t

@@ -24,27 +24,19 @@ from revode.networks import create_model, describe, model_config
 from revode.operators import NORMS
 from revode_lab import data
 from revode_lab.files import commit, human_range, human_time, locked, machine, read_json, versions, write_json
-from revode_lab.training.config import FREE, Config, configure, mean_cost, parse_levels
+from revode_lab.training.config import FREE, Config, configure
 from revode_lab.training.job import count_steps
+from revode_lab.training.levels import mean_cost, parse_levels
 from revode_lab.training.planning import fastest
 from revode_lab.training.run import RESULT
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What was asked for: where and how tasks are done.
+    """Options of ``revode reproduce``: where and how tasks are done; None for `num_seeds` leaves the number to the item.
 
-    Threads change the last bits of what tasks find; processes change the batch statistics. What changes more than bits is
-    part of a training's directory and of the command that its page names.
-
-    Attributes:
-        home: The directory of the tasks' directories.
-        budget: ``smoke``, ``cpu`` or ``paper``.
-        num_seeds: Seeds 0, 1, ...; None leaves it to the item.
-        data_root: Folder of the data sets.
-        threads: CPU threads of a process; 0 leaves torch's choice.
-        processes: Processes of a training, each with its share of every batch.
-        autocast: Precision of a training's branches, as ``revode train --autocast`` takes it.
+    Threads change the last bits of results; processes change the batch statistics. What changes more than bits is part of a
+    training's directory, below `home`, and of the command that its page names.
     """
 
     home: Path = Path("runs") / "reproduce"
@@ -56,7 +48,7 @@ class Setup:
     autocast: str = "none"
 
     def folder(self, task: Task) -> Path:
-        """The directory of a task: its name for people, and a digest of all that decides its result."""
+        """Return the directory of a task: its name for people, and a digest of all that decides its result."""
         name = task.slug
         if task.is_of_training:
             name += f"-in-{self.processes}" if self.processes > 1 else ""
@@ -64,7 +56,7 @@ class Setup:
         return self.home / f"{name}-{task.digest}"
 
     def finished(self, task: Task) -> dict[str, Any] | None:
-        """The result of a task that was done before."""
+        """Return the result of a task that was done before, or None."""
         return read_json(self.folder(task) / RESULT)
 
 
@@ -74,10 +66,10 @@ class TaskFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Task:
-    """What all tasks can say. A measurement says its `title`, its `flops` and how to `measure` it."""
+    """One piece of work. A measurement has a `title`, its `flops`, and `measure`."""
 
     is_of_training: ClassVar[bool] = False
-    """Whether processes and precision of trainings decide its result."""
+    """True if processes and precision of trainings decide its result."""
 
     @property
     def title(self) -> str:
@@ -86,23 +78,23 @@ class Task:
 
     @property
     def size(self) -> str:
-        """How much it is, in words, where its title does not say it."""
+        """The amount of work in words, where its title does not say it."""
         return ""
 
     def flops(self) -> float:
-        """Floating-point operations it takes, roughly."""
+        """Return its floating-point operations, roughly."""
         raise NotImplementedError
 
     def measure(self, setup: Setup) -> dict[str, Any]:
-        """The numbers, as plain values."""
+        """Return the numbers, as plain values."""
         raise NotImplementedError
 
     def identity(self) -> dict[str, Any]:
-        """All that decides the result, as plain values: tasks of equal identity are the same task."""
+        """Return all that decides the result, as plain values: tasks of equal identity are the same task."""
         return asdict(self)
 
     def for_seeds(self, seeds: range) -> list[Any]:
-        """The task with each of the seeds, if it has one."""
+        """Return the task with each of the seeds, if it has one."""
         return [replace(self, seed=seed) for seed in seeds] if hasattr(self, "seed") else [self]
 
     @property
@@ -131,16 +123,26 @@ class Task:
             return result
 
 
-def what_ran(name: str, model: str, options: dict[str, Any]) -> str:
-    """`name`, with the depth of the network that ran where it names a model that is of another one."""
-    layers = model_config(model, **options).num_layers
-    same = layers == model_config(model).num_layers or model not in name
-    return name if same else f"{name} cut to {layers} layers"
+@dataclass(frozen=True, kw_only=True)
+class NetworkTask(Task):
+    """A task about a named network with these options, on images of a data set."""
 
+    model: str
+    dataset: str = "cifar10"
+    options: dict[str, Any] = field(default_factory=dict)
+    label: ClassVar[str] = ""
 
-def forward_flops(model: str, dataset: str, options: dict[str, Any]) -> int:
-    """Floating-point operations of one image's forward pass."""
-    return _flops(model, json.dumps(options | data.describe(dataset).network_options, sort_keys=True))
+    @property
+    def name(self) -> str:
+        """The network in words, with its depth where options make it another than the name says."""
+        name, layers = self.label or self.model, model_config(self.model, **self.options).num_layers
+        same = layers == model_config(self.model).num_layers or self.model not in name
+        return name if same else f"{name} cut to {layers} layers"
+
+    def forward_flops(self) -> int:
+        """Return the floating-point operations of one image's forward pass."""
+        options = self.options | data.describe(self.dataset).network_options
+        return _flops(self.model, json.dumps(options, sort_keys=True))
 
 
 @functools.cache
@@ -153,39 +155,27 @@ def _flops(model: str, options: str) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingRun(Task):
+class TrainingRun(NetworkTask):
     """One training.
 
     Where images are held out, they are scored once, at the end, with the last weights: nothing is chosen on them.
 
     Attributes:
-        model: The network.
-        dataset: The images.
-        recipe: Whose settings it takes.
-        fraction: Share of the training split to train on; with held-out images, at most what they leave.
-        hold_out: Images held out of the training split, stratified, to stand in for a test split that is not there.
+        fraction: Share of the training split to train on; with held-out images, at most the rest.
+        hold_out: Images held out of the training split, stratified, in place of an absent test split.
         seed: Of weights, order, augmentation, subset and hold-out.
-        options: Options of the network.
-        settings: What differs from the recipe.
+        settings: Settings that differ from the recipe.
         label: The network in words, where its name does not say all.
     """
 
     is_of_training = True
 
-    model: str
-    dataset: str
     recipe: str
     fraction: float = 1.0
     hold_out: int = 0
     seed: int = 0
-    options: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
-    label: str = ""
-
-    @property
-    def name(self) -> str:
-        """The network in words."""
-        return what_ran(self.label or self.model, self.model, self.options)
+    label: str = ""  # type: ignore[misc]
 
     @property
     def title(self) -> str:
@@ -198,7 +188,7 @@ class TrainingRun(Task):
 
     @property
     def norm(self) -> str:
-        """What its blocks have between convolution and activation, in words."""
+        """The norm between convolution and activation, in words."""
         return NORMS[model_config(self.model, **self.options).norm].words
 
     @property
@@ -209,23 +199,22 @@ class TrainingRun(Task):
 
     @property
     def split(self) -> str:
-        """What its accuracy is measured on."""
+        """The images of its accuracy: hold-out or test."""
         return "hold-out" if self.hold_out else "test"
 
     @property
     def num_scored(self) -> int:
-        """Images that its accuracy is measured on."""
+        """The number of these images."""
         return self.hold_out or data.describe(self.dataset).num_test
 
     def accuracy(self, result: dict[str, Any]) -> float:
-        """The accuracy in per cent."""
+        """Return the accuracy in per cent."""
         return 100.0 * result["validation_accuracy" if self.hold_out else "test_accuracy"]
 
     def config(self, setup: Setup) -> Config:
-        """The configuration for the training room."""
+        """Return the configuration of the training."""
         values: dict[str, Any] = {"model": self.model, "dataset": self.dataset, "recipe": self.recipe, **self.settings}
-        values |= {"seed": self.seed, "options": self.options}
-        values |= {"data_root": setup.data_root, "threads": setup.threads}
+        values |= {"seed": self.seed, "options": self.options, "data_root": setup.data_root, "threads": setup.threads}
         if setup.autocast != "none":
             values["autocast"] = setup.autocast
             network = model_config(self.model, **self.options)
@@ -242,7 +231,7 @@ class TrainingRun(Task):
         return config
 
     def gradients(self, setup: Setup) -> str:
-        """How its gradients are computed, in words."""
+        """Return the gradient strategy in words."""
         asked, network = self.config(setup).model, model_config(self.model, **self.options)
         strategy = network.backprop if asked.backprop == "auto" else asked.backprop
         if strategy != "reversible":
@@ -266,15 +255,15 @@ class TrainingRun(Task):
         return count_steps(config.optimization, self.num_images - kept)[1]
 
     def flops(self) -> float:
-        """Backward counts two forward passes, computing states again counts one; scoring is left out."""
+        """Return the operations: backward counts two forward passes, recomputing states one; scoring is left out."""
         config = self.config(Setup())
         stored = "store" in (config.model.backprop, model_config(self.model, **self.options).backprop)
         share = mean_cost(parse_levels(config.optimization.levels))
         images = self.num_steps * self.batch_size * (3 if stored else 4) * share
-        return images * forward_flops(self.model, self.dataset, self.options)
+        return images * self.forward_flops()
 
     def execute(self, setup: Setup) -> dict[str, Any]:
-        """Train, or go on from the last checkpoint; the training room locks the directory."""
+        """Train, or go on from the last checkpoint; `train` locks the directory."""
         from revode_lab.training.distributed import ProcessFailed, train_in_processes
         from revode_lab.training.loop import train
 
@@ -288,7 +277,7 @@ class TrainingRun(Task):
 
 
 def measured_rate() -> float:
-    """Floating-point operations a second of a training step of a small network, here and now."""
+    """Return the floating-point operations a second of a training step of a small network, here and now."""
     with torch.random.fork_rng(devices=[]):
         model = create_model("hamiltonian-26").to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         images = torch.randn(32, 3, 32, 32).contiguous(memory_format=torch.channels_last)
@@ -297,7 +286,7 @@ def measured_rate() -> float:
 
 
 def listing(tasks: Sequence[Task], setup: Setup) -> list[str]:
-    """Lines of at most 79 characters: state, size, FLOPs and time of each task, and the sum of what is left."""
+    """Return lines of at most 79 characters: state, size, FLOPs and time of each task, and the sum of the work left."""
     rate = measured_rate()
     lines, total = [], 0.0
     for number, task in enumerate(tasks, 1):

@@ -44,9 +44,8 @@ class Analysis:
     """One network's stability.
 
     Attributes:
-        name: the network.
         num_layers: layers as the paper counts them; steps where a model does not say.
-        num_images: how many inputs it was measured on.
+        num_images: number of inputs.
         num_calibrated: batch norms that had seen no data and took the statistics of the inputs.
         schemes: the integrators of the units, as they print.
         lyapunov: growth of k perturbations in tangent space.
@@ -58,7 +57,6 @@ class Analysis:
         drifts: reconstruction and gradient error of the deepest unit over depth, dtype and grid.
         noise: answers to random noise.
         adversary: answers to FGSM steps.
-        seconds: what the analysis took.
     """
 
     name: str
@@ -103,7 +101,7 @@ class Analysis:
         return max((Spectrum(v, len(v), "dense").axis_distance for v in self.spectra.values()), default=None)
 
     def to_dict(self) -> dict[str, Any]:
-        """The numbers, for JSON; what is not finite becomes None."""
+        """Return the numbers, for JSON; what is not finite becomes None."""
         top = self.tightest
         return _plain(
             {
@@ -138,7 +136,7 @@ class Analysis:
 
 
 def _plain(value: Any) -> Any:
-    """The same with None in place of NaN and infinities, which JSON does not have."""
+    """Put None in the place of NaN and infinities, which JSON does not have."""
     if isinstance(value, dict):
         return {name: _plain(entry) for name, entry in value.items()}
     if isinstance(value, list):
@@ -156,17 +154,7 @@ def analyze(
     seed: int = 0,
     note: Callable[[str], None] = lambda line: None,
 ) -> Analysis:
-    """Measure everything, on copies.
-
-    Args:
-        model: a classifier with reversible units, or a ResNet of revode, with initial or trained weights.
-        images: its inputs, standardised as for training.
-        labels: their classes; the model's own predictions unless given.
-        name: what to call the model.
-        k: how many Lyapunov exponents.
-        seed: of random directions and noise.
-        note: told what is being measured.
-    """
+    """Measure everything about a classifier, with `k` Lyapunov exponents; `note` is called with the present measurement."""
     began = time.perf_counter()
     if len(images) == 0:
         raise ValueError("the analysis needs at least one image")

@@ -1,4 +1,4 @@
-"""How large a step may be: bounds on h for each layer, the share of it in use, and a suggestion.
+"""Bounds on the step size h for each layer, the share in use, and a suggestion.
 
 At a frozen state, with 0 ≤ σ' ≤ κ (κ = 1 for ReLU and tanh), every step of the linearised network is stable while
 
@@ -59,7 +59,7 @@ class Norm:
 
 
 def lanczos_steps(size: int, tolerance: float) -> int:
-    """Steps after which the relative error of the norm is below `tolerance` with probability 1 - `FAILURE`."""
+    """Return the steps after which the relative error of the norm is below `tolerance` with probability 1 - `FAILURE`."""
     epsilon = 1.0 - (1.0 - tolerance) ** 2  # of the squared norm
     needed = (math.log(1.648 * math.sqrt(size) / FAILURE) / math.sqrt(epsilon) + 1.0) / 2.0
     return min(size, math.ceil(needed))
@@ -68,14 +68,9 @@ def lanczos_steps(size: int, tolerance: float) -> int:
 def largest_singular_value(
     product: Apply, adjoint: Apply, like: Tensor, *, tolerance: float = 0.01, seed: int = 0
 ) -> Norm:
-    """The norm of a linear map given by its products.
+    """Return the norm of a linear map K from its products x -> K x and y -> K' y, between bounds `tolerance` apart.
 
-    Args:
-        product: x -> K x.
-        adjoint: y -> K' y.
-        like: an x, for its shape, dtype and device; what is not a product is done on the CPU in float64.
-        tolerance: relative width of the interval returned.
-        seed: of the random start.
+    `like` is an x, for its shape, dtype and device; all but the products is done on the CPU in float64.
     """
     if not 0.0 < tolerance < 1.0:
         raise ValueError(f"tolerance must lie in (0, 1), got {tolerance!r}")
@@ -93,7 +88,7 @@ def largest_singular_value(
 
 
 def _lanczos(gram: Callable[[Tensor], Tensor], v: Tensor, steps: int) -> tuple[float, bool]:
-    """The largest Ritz value of a symmetric map, and whether the Krylov space was exhausted."""
+    """Return the largest Ritz value of a symmetric map, and whether the Krylov space was exhausted."""
     v = v / torch.linalg.vector_norm(v)
     basis = torch.empty(steps, v.numel(), dtype=v.dtype)
     alphas: list[float] = []
@@ -118,13 +113,7 @@ def _lanczos(gram: Callable[[Tensor], Tensor], v: Tensor, steps: int) -> tuple[f
 
 
 def operator_norm(operator: LinearOperator, shape: Sequence[int], *, tolerance: float = 0.01) -> Norm:
-    """|K| of an operator on one sample.
-
-    Args:
-        operator: K.
-        shape: of one sample of its input, without the batch.
-        tolerance: relative width of the interval.
-    """
+    """Return |K| of an operator on one sample of this shape (without the batch), between bounds `tolerance` apart."""
     like = operator.weight.new_zeros(1, *shape)
     return largest_singular_value(operator, operator.adjoint, like, tolerance=tolerance)
 
@@ -134,14 +123,13 @@ class LayerBound:
     """The bound on h of one step.
 
     Attributes:
-        unit: number of its unit.
-        step: its number in the unit.
+        unit, step: number of its unit, and its number there.
         h: the step size in use.
         sharp: the bound on h at a frozen state; infinite if the field is zero.
         basis: ``"weights"`` if it holds at any state, ``"state"`` if it was computed at the given one.
-        flipped: whether a batch norm in the field has negative weights, or an activation a negative slope. The field is then no
-            longer the force of a convex potential (nor antisymmetric up to a scale), and a step within its bound may grow all
-            the same. So it may where a norm leads the field, and for branches of one's own (``basis="state"``).
+        flipped: a batch norm in the field has negative weights, or an activation a negative slope. The field is then no
+            longer the force of a convex potential (nor antisymmetric up to a scale), and a step within its bound may grow, as
+            where a norm leads the field, and for branches of the user's (``basis="state"``).
     """
 
     unit: int
@@ -166,17 +154,10 @@ class LayerBound:
 def step_bounds(
     model: nn.Module, images: Tensor, *, tolerance: float = 0.01, dtype: torch.dtype = torch.float64
 ) -> list[LayerBound]:
-    """The bound on h of every step of every unit, on a copy of the model.
+    """Return the bound on h of every step of every unit; none for units whose scheme has no bound (RevNet).
 
-    Args:
-        model: a network with reversible units.
-        images: its inputs; they give the sizes of the states, and the state of the bounds with ``basis="state"`` (the
-            first image's).
-        tolerance: relative tolerance of the norms; a bound errs on the safe side by at most that.
-        dtype: of the products; float32 is faster and good for five digits.
-
-    Returns:
-        One entry a step; none for units whose scheme has no bound (RevNet).
+    The first image gives the sizes of the states, and the state of the bounds with ``basis="state"``. A bound errs on the safe
+    side, by at most the relative `tolerance`. float32 is faster and good for five digits.
     """
     bounds: list[LayerBound] = []
     model, images = prepared(model, images, dtype)
@@ -193,13 +174,7 @@ def step_bounds(
 
 
 def suggest_h(model: nn.Module, images: Tensor, *, safety: float = 0.9) -> float:
-    """The largest step size that keeps every layer within `safety` of its bound.
-
-    Args:
-        model: a network with reversible units.
-        images: its inputs.
-        safety: fraction of the bound to use, in (0, 1].
-    """
+    """Return the largest step size that keeps every layer within the fraction `safety`, in (0, 1], of its bound."""
     if not 0.0 < safety <= 1.0:
         raise ValueError(f"safety must lie in (0, 1], got {safety!r}")
     bounds = step_bounds(model, images)
@@ -212,7 +187,7 @@ def suggest_h(model: nn.Module, images: Tensor, *, safety: float = 0.9) -> float
 
 
 def _radius(scheme: Scheme, fields: list[nn.Module], state: Parts, tolerance: float) -> tuple[float, str]:
-    """A bound on the spectral radius of the ODE's Jacobian, and what it holds for."""
+    """Return a bound on the spectral radius of the ODE's Jacobian, and what it holds for."""
     inputs = [state[-1]]
     if scheme.splits:
         inputs.append(scheme.step((state[0], state[1]), fields[0])[1])
@@ -248,7 +223,7 @@ class _Factor:
 
 
 def linear_factors(field: nn.Module) -> tuple[_Factor, ...] | None:
-    """The maps whose norms multiply to a bound on |F'|, with slopes κ and channel scales; None for other branches.
+    """Return the maps whose norms multiply to a bound on |F'|, with slopes κ and channel scales; None for other branches.
 
     L and L Λ where F' = L' D L Λ, with D ≤ 1 and a leading channel scale Λ; L alone where F' is similar to D^½ L D^½.
     """
@@ -272,7 +247,7 @@ def linear_factors(field: nn.Module) -> tuple[_Factor, ...] | None:
 
 
 def _channel_scale(norm: nn.Module | None, operator: LinearOperator) -> Tensor | None:
-    """The factor by which a norm multiplies each channel, shaped to broadcast; None if it depends on the state."""
+    """Return the factor by which a norm multiplies each channel, shaped to broadcast; None if it depends on the state."""
     if norm is None or isinstance(norm, Bias):
         return torch.ones((), dtype=operator.weight.dtype)
     if isinstance(norm, _BatchNorm) and not norm.training and norm.running_var is not None:
@@ -283,7 +258,7 @@ def _channel_scale(norm: nn.Module | None, operator: LinearOperator) -> Tensor |
 
 
 def _flips(module: nn.Module) -> bool:
-    """Whether it is a batch norm that changes the sign of a channel, or has an activation that falls somewhere."""
+    """Return True for a batch norm that changes the sign of a channel, or a module whose activation falls somewhere."""
     if isinstance(module, _BatchNorm):
         return module.weight is not None and bool((module.weight < 0).any())
     activation = getattr(module, "activation", None)
@@ -291,7 +266,7 @@ def _flips(module: nn.Module) -> bool:
 
 
 def largest_slope(activation: Callable[[Tensor], Tensor]) -> float:
-    """κ = sup |σ'|, on a fine grid from -20 to 20."""
+    """Return κ = sup |σ'|, on a fine grid from -20 to 20."""
     return float(_slopes(activation).abs().max())
 
 
@@ -300,5 +275,5 @@ def _slopes(activation: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def largest_usage(bounds: list[LayerBound]) -> LayerBound | None:
-    """The layer that uses most of its bound."""
+    """Return the layer that uses most of its bound."""
     return max(bounds, key=lambda bound: bound.usage, default=None)

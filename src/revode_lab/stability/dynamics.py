@@ -1,4 +1,4 @@
-"""What a scheme discretises, read off its coupling coefficients: the ODE, one whole step, and how far h may go.
+"""The ODE behind a scheme, one whole step, and the limit of h, read off its coupling coefficients.
 
 A coupling is q' = s p + c q + a F(q) (see `revode.schemes`). Three kinds of ODE lie behind these networks:
 
@@ -26,19 +26,15 @@ StateMap = Callable[[State], State]
 
 
 def is_first_order(scheme: Scheme) -> bool:
-    """Whether the scheme carries two successive states of y' = F(y), as MidPoint does, blended or not."""
+    """Return True if the scheme carries two successive states of y' = F(y), as MidPoint does, blended or not."""
     return not scheme.splits and scheme.carry >= 0.0
 
 
 def right_hand_side(scheme: Scheme, fields: Sequence[Field]) -> Callable:
-    """The ODE that one step with `fields` discretises, as a function on its state.
+    """Return the ODE that one step with its ``scheme.fields_per_step`` `fields` discretises, as a function on its state.
 
     The state is a pair (y, z) for splitting schemes, y alone for first-order ones and (y, y') for second-order ones.
-    Friction from damping is part of it.
-
-    Args:
-        scheme: the integrator.
-        fields: the branches of one step, ``scheme.fields_per_step`` of them.
+    Friction from damping is part of the ODE.
     """
     _check_fields(scheme, fields)
     h, friction = scheme.h, 1.0 - abs(scheme.carry)
@@ -66,7 +62,7 @@ def right_hand_side(scheme: Scheme, fields: Sequence[Field]) -> Callable:
 
 
 def ode_state(scheme: Scheme, state: State) -> Tensor | State:
-    """The state of the ODE that corresponds to the scheme's pair."""
+    """Return the state of the ODE that corresponds to the scheme's pair."""
     p, q = state
     if scheme.splits:
         return p, q
@@ -74,7 +70,7 @@ def ode_state(scheme: Scheme, state: State) -> Tensor | State:
 
 
 def step_map(scheme: Scheme, fields: Sequence[Field]) -> StateMap:
-    """One whole step on the scheme's pair: its couplings, one for each of `fields`."""
+    """Return one whole step on the scheme's pair: its couplings, one for each of `fields`."""
     _check_fields(scheme, fields)
 
     def step(state: State) -> State:
@@ -86,7 +82,7 @@ def step_map(scheme: Scheme, fields: Sequence[Field]) -> StateMap:
 
 
 def step_limit(scheme: Scheme) -> float | None:
-    """The constant c of the bound h ≤ c / ρ, with ρ the spectral radius of the ODE's Jacobian on the imaginary axis.
+    """Return the constant c of the bound h ≤ c / ρ, with ρ the spectral radius of the ODE's Jacobian on the imaginary axis.
 
     None where the scheme has no such bound: RevNet's gains have equal signs, so its modes grow at any step; a blended MidPoint
     is between MidPoint and Euler's step, which has none.
@@ -101,18 +97,10 @@ def step_limit(scheme: Scheme) -> float | None:
 
 
 def amplification(scheme: Scheme, mu: Tensor | complex, nu: Tensor | complex | None = None) -> Tensor:
-    """The growth factors ξ of one step for linear branches F(q) = μ q (and G(q) = ν q for splitting schemes).
+    """Return the growth factors ξ of one step for linear branches F(q) = μ q (and G(q) = ν q for splitting schemes).
 
-    They are the roots of ξ² - t ξ + d = 0, with t and d the trace and determinant of the step's 2x2 matrix. For RevNet,
-    t = 2 + μν and d = 1: the paper's equation for ξ.
-
-    Args:
-        scheme: the integrator.
-        mu: eigenvalue of the (first) branch; a number or a tensor of any shape.
-        nu: eigenvalue of the second branch.
-
-    Returns:
-        A complex tensor with a last dimension of two roots.
+    They are the roots of ξ² - t ξ + d = 0, with t and d the trace and determinant of the step's 2x2 matrix, in the last
+    dimension of a complex tensor. For RevNet, t = 2 + μν and d = 1: the paper's equation for ξ.
     """
     mu = torch.as_tensor(mu, dtype=torch.complex128)
     first = scheme.coupling(0)

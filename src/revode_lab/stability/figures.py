@@ -29,14 +29,14 @@ class Figure(NamedTuple):
     caption: str
 
     def markup(self, analyses: Sequence[Analysis]) -> str | None:
-        """The figure, with names of networks in its legend where there are two; None where there is nothing to show."""
+        """Return the figure, with names of networks in its legend where there are two; None where there is nothing to show."""
         series = {(a.name, label): points for a in analyses for label, points in self.curves(a).items()}
         named = {", ".join(key) if len(analyses) > 1 else key[1]: points for key, points in series.items()}
         return self.draw(analyses, named) if named else None
 
 
 def _over_depth(ylabel: str, shift: float = 0.0, **options: Any) -> Callable[[Sequence[Analysis], Curves], str]:
-    """Draws curves over depth with thin lines between the first network's units.
+    """Return a function that draws curves over depth with thin lines between the first network's units.
 
     A shift of 0.5 goes with points that are blocks, so that lines lie between two of them.
     """
@@ -68,7 +68,7 @@ def _norms(analysis: Analysis) -> Curves:
 
 
 def _broken(pieces: Iterable[charts.Points]) -> charts.Points:
-    """One curve of several pieces that are not joined."""
+    """Return one curve of several pieces that are not joined."""
     x: list[float] = []
     y: list[float] = []
     for more_x, more_y in pieces:
@@ -118,13 +118,14 @@ FIGURES = {
         _growth,
         _over_depth("growth, factor"),
         "Growth of small perturbations inside the units, one for each tangent vector. "
-        "Dotted: borders of units; what the transition does there is left out.",
+        "Dotted: borders of units, of the first network where there are two; what transitions do is left out.",
     ),
     "signals": Figure(
         _norms,
         _over_depth("norm, relative to its start"),
-        "Norm of the signal from the first block on, and of the loss's gradient from the last block back. It jumps at "
-        "borders of units (dotted): there a transition averages pixels and adds channels, which is no step of the ODE.",
+        "Norm of the signal from the first block on, and of the loss's gradient from the last block back. Both jump at "
+        "borders of units (dotted: those of the first network): there a transition averages pixels and adds channels, "
+        "which is no step of the ODE.",
     ),
     "eigenvalues": Figure(
         _eigenvalues,
@@ -164,7 +165,7 @@ FIGURES = {
 
 @charts.chart(figsize=(5.4, 3.8))
 def linear_revnet_map(axes: Any, reach: float = 3.0) -> None:
-    """Growth in one block of the linear RevNet over (α, β) up to `reach`, and the edge of its stable region."""
+    """Return growth in one block of the linear RevNet over (α, β) up to `reach`, and the edge of its stable region."""
     ticks = torch.linspace(-reach, reach, 49, dtype=torch.float64)
     growth = amplification(AdditiveCoupling(), *torch.meshgrid(ticks, ticks, indexing="xy")).abs().amax(-1)
     extent = (-reach, reach, -reach, reach)

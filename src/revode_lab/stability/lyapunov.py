@@ -58,7 +58,7 @@ class Lyapunov:
         return float(self.unit_log_growth[0].exp())
 
     def over_depth(self) -> tuple[list[int], Tensor]:
-        """Depths, and the factors of growth inside the units up to there, shape (depths, k)."""
+        """Return depths, and the factors of growth inside the units up to there, shape (depths, k)."""
         inside = torch.tensor([place.inside for place in self.places])
         total = (self.log_growth * inside[:, None]).cumsum(0).exp()
         steps = [i for i, place in enumerate(self.places) if place.kind == "step"]
@@ -66,14 +66,14 @@ class Lyapunov:
 
 
 def orthonormalize(frame: Tensor) -> tuple[Tensor, Tensor]:
-    """Q and log |diag R| of the QR factorisation of each sample's frame, shapes (k, batch, n) and (k, batch)."""
+    """Return Q and log |diag R| of the QR factorisation of each sample's frame, shapes (k, batch, n) and (k, batch)."""
     q, r = torch.linalg.qr(frame.permute(1, 2, 0))
     diagonal = r.diagonal(dim1=1, dim2=2)
     return (q * diagonal.sign()[:, None]).permute(2, 0, 1), diagonal.abs().log().t()
 
 
 def random_frame(x: Tensor, k: int, seed: int) -> Tensor:
-    """k orthonormal directions for each sample of x, shape (k, batch, n); the same for the same seed."""
+    """Return k orthonormal directions for each sample of x, shape (k, batch, n); the same for the same seed."""
     size = x[0].numel()
     if not 1 <= k <= size:
         raise ValueError(f"k must lie between 1 and the {size} dimensions of the state, got {k!r}")
@@ -91,15 +91,15 @@ def lyapunov_of_maps(
     burn_in: int = 0,
     seed: int = 0,
 ) -> Lyapunov:
-    """Exponents of a composition of maps on batched states (batch, ...), such as an iterated map or an integrator.
+    """Return k exponents of a composition of maps on states (batch, ...), such as an iterated map or an integrator.
 
     Args:
         maps: the maps in order; each keeps the shape.
         x: starting points; every sample is an orbit of its own.
-        k: how many exponents.
+        k: number of exponents.
         dt: time that one map advances.
         burn_in: maps at the start that turn the frame into its final directions and are not counted.
-        seed: of the first frame.
+        seed: seed of the first frame.
     """
     places, logs = [], []
     with _tangents():
@@ -123,17 +123,10 @@ def lyapunov_exponents(
     seed: int = 0,
     chunk: int | None = None,
 ) -> Lyapunov:
-    """The leading k exponents of a whole network on real inputs, per depth and in total.
+    """Return the leading k exponents of a whole network on real inputs, per depth and in total.
 
-    The network is walked on a copy in eval mode; batch norms that have seen no data take the statistics of `images`.
-
-    Args:
-        model: a network with reversible units.
-        images: its inputs; each has its own frame, started in random directions of the input space.
-        k: how many exponents.
-        dtype: of the computation; float32 is about three times faster and enough for three digits.
-        seed: of the frames.
-        chunk: images at a time; all unless given.
+    Each image has its own frame, started in random directions of the input space. float32 is about three times faster and
+    enough for three digits. All images are worked on at a time unless `chunk` is given.
     """
     model, images = prepared(model, images, dtype)
     places: list[Place] = []
@@ -159,20 +152,20 @@ def lyapunov_exponents(
 
 @contextlib.contextmanager
 def _tangents() -> Iterator[None]:
-    """Inside, tensors can carry tangents; nothing is recorded for backward."""
+    """Allow tensors to carry tangents inside, where nothing is recorded for backward."""
     load_forward_mode()
     with torch.no_grad(), forward_ad.dual_level():
         yield
 
 
 def _with_frame(x: Tensor, k: int, seed: int) -> Tensor:
-    """k copies of x, each with one vector of a random frame as its tangent."""
+    """Return k copies of x, each with one vector of a random frame as its tangent."""
     copies = x.repeat(k, *[1] * (x.dim() - 1))
     return forward_ad.make_dual(copies, random_frame(x, k, seed).reshape(copies.shape))
 
 
 def _renewed(unit: ReversibleSequence | None, parts: Parts, k: int) -> tuple[Parts, Tensor]:
-    """The state with its frame orthonormalised, and the logarithms of R's diagonal, shape (k, batch)."""
+    """Return the state with its frame orthonormalised, and the logarithms of R's diagonal, shape (k, batch)."""
     values, tangents = zip(*map(forward_ad.unpack_dual, parts), strict=True)
     tangents = tuple(torch.zeros_like(v) if t is None else t for v, t in zip(values, tangents, strict=True))
     frame, log = orthonormalize(flatten_state(unit, tangents).unflatten(0, (k, -1)))

@@ -29,7 +29,7 @@ QUANTITIES: dict[str, Callable[[nn.Module, Tensor], float | None]] = {
     "gradient_growth": lambda model, x: signal_propagation(model, x).gradient_growth,
     "max_real_part": lambda model, x: max(float(values.real.max()) for values in unit_spectra(model, x).values()),
 }
-"""What a monitor can follow: name -> the number, None where a network has no such thing (a RevNet's step bound)."""
+"""Quantities of a monitor: name -> the number, None where a network has none (a RevNet's step bound)."""
 
 MEANINGS = {
     "perturbation_growth": "Growth of a small disturbance over the whole network: near 1 it stays small.",
@@ -40,19 +40,18 @@ MEANINGS = {
     "gradient_growth": "Growth of the gradient inside the units, on its way back.",
     "max_real_part": "Largest real part of the frozen ODE's eigenvalues: above 0 disturbances grow.",
 }
-"""What each quantity says, in a sentence."""
+"""The meaning of each quantity, in a sentence."""
 
 DEFAULT_QUANTITIES = ("perturbation_growth", "step_usage", "reconstruction_error")
 
 
 class StabilityMonitor:
-    """Measures chosen quantities every N steps; the model, its gradients and the random stream stay as they are.
+    """Measures chosen quantities every N steps; the model, its gradients and the RNG state stay as they are.
 
     Args:
-        images: what to measure on; standard normal images of the size the model's config names unless given.
+        images: standard normal images of the size in the model's config unless given; the first `num_images` are used.
         every: steps between measurements; other steps return nothing.
         quantities: names out of `QUANTITIES`.
-        num_images: how many of `images` to use.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class StabilityMonitor:
         self.num_images = num_images
 
     def on_step(self, model: nn.Module, step: int) -> dict[str, float]:
-        """The quantities after `step`, by name; nothing between measurements, nor once the weights are NaN."""
+        """Return the quantities after `step`, by name; nothing between measurements, nor once the weights are NaN."""
         if step % self.every:
             return {}
         model = unwrapped(model)

@@ -1,4 +1,4 @@
-"""What happens to signals, gradients and energy on the way through a network, and to class scores at its end.
+"""Signals, gradients and energy over the depth of a network, and the sensitivity of its class scores.
 
 The two-layer network is Hamilton's system y' = ∂H/∂z, z' = -∂H/∂y of
 
@@ -57,16 +57,10 @@ class Propagation:
 def signal_propagation(
     model: nn.Module, images: Tensor, labels: Tensor | None = None, *, chunk: int = 8
 ) -> Propagation:
-    """Norm of signal and gradient at every depth, on a copy of the model in its own dtype.
+    """Return the norms of signal and gradient at every depth, in the model's own dtype.
 
-    The loss is the cross entropy with `labels` (the network's own predictions unless given); for a module whose output is
-    not a batch of class scores, the product with fixed random numbers.
-
-    Args:
-        model: a network with reversible units.
-        images: its inputs.
-        labels: their classes.
-        chunk: images at a time; every activation of these is kept.
+    The loss is the cross entropy with `labels`; for a module whose output is not a batch of class scores, the product with
+    fixed random numbers. Every activation of a `chunk` is kept.
     """
     model, images = prepared(model, images, None)
     found = [_norms(model, part, own) for part, own in _chunks(images, labels, chunk)]
@@ -82,7 +76,7 @@ def _chunks(images: Tensor, labels: Tensor | None, chunk: int) -> Iterator[tuple
 
 
 def _norms(model: nn.Module, images: Tensor, labels: Tensor | None) -> tuple[list[Place], Tensor]:
-    """Norms of states and co-states, shape (places, 2, images)."""
+    """Return norms of states and co-states, shape (places, 2, images)."""
     seen: list[tuple[Place, ReversibleSequence | None, Parts]] = []
 
     def visit(place: Place, unit: ReversibleSequence | None, parts: Parts) -> Parts:
@@ -125,7 +119,7 @@ _ANTIDERIVATIVES: dict[Any, Callable[[Tensor], Tensor]] = {
 
 
 def antiderivative(activation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """S(x) = ∫ σ from 0 to x, in closed form where known, else by Gauss-Legendre quadrature with 24 nodes."""
+    """Return S(x) = ∫ σ from 0 to x, in closed form where known, else by Gauss-Legendre quadrature with 24 nodes."""
     if activation in _ANTIDERIVATIVES:
         return _ANTIDERIVATIVES[activation](x)
     nodes, weights = np.polynomial.legendre.leggauss(24)
@@ -136,14 +130,14 @@ def antiderivative(activation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def potential(field: nn.Module, q: Tensor) -> Tensor:
-    """Σ S(K(q + a) + b) of each sample: the potential whose gradient the field is."""
+    """Return Σ S(K(q + a) + b) of each sample: the potential whose gradient the field is."""
     assert isinstance(field, SymmetricField)
     before = field.norm(field.operator(q if field.lead is None else field.lead(q)))
     return antiderivative(field.activation, before).flatten(1).sum(1)
 
 
 def has_energy(unit: ReversibleSequence) -> bool:
-    """Whether the unit integrates Hamilton's equations: symmetric fields with biases, in a scheme that has a Hamiltonian."""
+    """Return True if the unit integrates Hamilton's equations: symmetric fields with biases, in a scheme with a Hamiltonian."""
     scheme = unit.scheme
     conservative = all(
         isinstance(field, SymmetricField)
@@ -171,18 +165,18 @@ class Energy:
 
     @property
     def step_change(self) -> Tensor:
-        """What integrating one step added, as a fraction of H."""
+        """The change of H by one step, as a fraction of H."""
         return (self.after - self.before) / self.before
 
     @property
     def jump(self) -> Tensor:
-        """What changing to the next block's weights added, as a fraction of H; between blocks of one unit only."""
+        """The change of H by the next block's weights, as a fraction of H; between blocks of one unit only."""
         inside = torch.tensor([a == b for a, b in zip(self.units[:-1], self.units[1:], strict=True)], dtype=torch.bool)
         return ((self.before[1:] - self.after[:-1]) / self.after[:-1])[inside]
 
 
 def energy(unit: ReversibleSequence, fields: list[nn.Module], parts: Parts) -> Tensor:
-    """H of one state under the weights of one block, for each sample."""
+    """Return H of one state under the weights of one block, for each sample."""
     if unit.scheme.splits:
         y, z = parts
         return potential(fields[0], z) + potential(fields[1], y)
@@ -195,13 +189,7 @@ def energy(unit: ReversibleSequence, fields: list[nn.Module], parts: Parts) -> T
 
 @torch.no_grad()
 def hamiltonian_energy(model: nn.Module, images: Tensor, *, dtype: torch.dtype = torch.float64) -> Energy | None:
-    """H along depth; None if no unit of the model has a Hamiltonian.
-
-    Args:
-        model: a network with reversible units.
-        images: its inputs.
-        dtype: of the computation.
-    """
+    """Return H along depth, or None if no unit of the model has a Hamiltonian."""
     units: list[int] = []
     before: list[Tensor] = []
     after: list[Tensor] = []
@@ -216,7 +204,7 @@ def hamiltonian_energy(model: nn.Module, images: Tensor, *, dtype: torch.dtype =
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """What a disturbance of the input does to the class scores.
+    """The change of the class scores under a disturbance of the input.
 
     Attributes:
         kind: ``"noise"`` or ``"fgsm"``.
@@ -235,7 +223,7 @@ class Sensitivity:
 def noise_sensitivity(
     model: nn.Module, images: Tensor, *, sizes: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3), seed: int = 0
 ) -> list[Sensitivity]:
-    """The answer to Gaussian noise of the given sizes."""
+    """Return the answer to Gaussian noise of the given sizes."""
     model, images = prepared(model, images, None)
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(images.shape, generator=generator, dtype=torch.float64).to(images)
@@ -250,15 +238,7 @@ def adversarial_sensitivity(
     sizes: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3),
     chunk: int = 8,
 ) -> list[Sensitivity]:
-    """The answer to one step along the sign of the loss's gradient (FGSM; Goodfellow et al. 2015).
-
-    Args:
-        model: a classifier with reversible units.
-        images: its inputs.
-        labels: their classes; the network's own predictions unless given.
-        sizes: step lengths.
-        chunk: images at a time in the gradient's computation.
-    """
+    """Return the answer to one step along the sign of the loss's gradient (FGSM; Goodfellow et al. 2015)."""
     model, images = prepared(model, images, None)
     direction = []
     for part, own in _chunks(images, labels, chunk):

@@ -1,8 +1,7 @@
-"""What reversing costs in accuracy: reconstruction and gradient errors, and the paper's linear analysis of RevNet.
+"""Reconstruction and gradient errors of reversing.
 
 Every scheme here inverts exactly in real numbers. In floating point an error of rounding is carried back through the
-inverse, and a mode that shrinks forward grows backward. `drift` measures it on any sequence over depth, dtype and step size;
-`linear_revnet` computes where in the plane of (α, β) RevNet's linear model can be reversed at all.
+inverse, and a mode that shrinks forward grows backward. `drift` measures it on any sequence over depth, dtype and step size.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from revode.engine import ReversibleSequence
-from revode.schemes import AdditiveCoupling, State
-from revode_lab.stability.dynamics import amplification, step_map
+from revode.schemes import State
 from revode_lab.stability.walk import members, prepared, unit_inputs
 
 
@@ -29,11 +27,9 @@ class Drift:
 
     Attributes:
         depth: steps.
-        dtype: of states and weights.
-        h: step size.
-        exact: whether states lie on the grid.
-        reconstruction: of the input, from the final pair.
-        gradient: of the gradients of ``reversible`` to those of ``store``, over input and parameters together.
+        exact: states lie on the grid.
+        reconstruction: error of the input found back from the final pair.
+        gradient: error of the gradients by ``reversible`` to those of ``store``, over input and parameters together.
     """
 
     depth: int
@@ -47,7 +43,7 @@ class Drift:
 def resized(
     sequence: ReversibleSequence, *, depth: int | None = None, h: float | None = None, dtype: torch.dtype | None = None
 ) -> ReversibleSequence:
-    """A copy of the first `depth` steps of a sequence, with another step size or dtype; reversible, without a grid."""
+    """Return a copy of the first `depth` steps of a sequence, with another step size or dtype; reversible, without a grid."""
     scheme = copy.copy(sequence.scheme)
     if h is not None:
         if not h > 0.0:
@@ -66,14 +62,14 @@ def resized(
 
 
 def relative_error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """|found - expected| / |expected|, over all tensors together, in double precision."""
+    """Return |found - expected| / |expected|, over all tensors together, in double precision."""
     difference = sum(float((a.double() - b.double()).square().sum()) for a, b in zip(found, expected, strict=True))
     size = sum(float(b.double().square().sum()) for b in expected)
     return (difference / size) ** 0.5 if size > 0 else difference**0.5
 
 
 def reconstruction_error(sequence: ReversibleSequence, x: Tensor) -> float:
-    """The relative error of ``inverse`` after ``forward``; on a grid, of the rounded input it promises to return."""
+    """Return the relative error of ``inverse`` after ``forward``; on a grid, of the rounded input it promises to return."""
     sequence = copy.deepcopy(sequence)  # a call in training mode moves running statistics
     with torch.no_grad():
         _, state = sequence(x, return_state=True)
@@ -83,12 +79,12 @@ def reconstruction_error(sequence: ReversibleSequence, x: Tensor) -> float:
 
 
 def unit_reconstruction_errors(model: nn.Module, images: Tensor) -> list[float]:
-    """The relative reconstruction error of every unit on its own input, in the model's dtype."""
+    """Return the relative reconstruction error of every unit on its own input, in the model's dtype."""
     return [reconstruction_error(resized(unit), x) for unit, x in unit_inputs(*prepared(model, images, None))]
 
 
 def reconstruction_profile(sequence: ReversibleSequence, x: Tensor | State) -> list[float]:
-    """The relative error of the state on the way back: at the entrance, then after each step; the last is 0."""
+    """Return the relative error of the state on the way back: at the entrance, then after each step; the last is 0."""
     sequence = copy.deepcopy(sequence)
     with torch.no_grad():
         states = list(sequence.states(x))
@@ -99,7 +95,7 @@ def reconstruction_profile(sequence: ReversibleSequence, x: Tensor | State) -> l
 
 
 def _gradients(sequence: ReversibleSequence, x: Tensor, weight: Tensor) -> list[Tensor]:
-    """Gradients of <weight, y> by the input and all parameters."""
+    """Return gradients of <weight, y> by the input and all parameters."""
     x = x.detach().clone().requires_grad_()
     leaves = [x, *sequence.parameters()]
     with torch.enable_grad():
@@ -108,7 +104,7 @@ def _gradients(sequence: ReversibleSequence, x: Tensor, weight: Tensor) -> list[
 
 
 def gradient_error(sequence: ReversibleSequence, x: Tensor) -> float:
-    """The relative difference of a sequence's gradients to those of the same forward under ``store``."""
+    """Return the relative difference of a sequence's gradients to those of the same forward under ``store``."""
     weight = torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(x)
     own = resized(sequence).with_strategy(exact=sequence.strategy.exact, anchor_every=sequence.strategy.anchor_every)
     stored = own.with_strategy(backprop="store", anchor_every=None)
@@ -124,17 +120,17 @@ def drift(
     dtypes: Sequence[torch.dtype] = (torch.float32, torch.float64),
     exact: Sequence[bool] = (False, True),
 ) -> list[Drift]:
-    """Reconstruction and gradient error over depth, dtype, step size and grid, on copies.
+    """Return reconstruction and gradient error over depth, dtype, step size and grid, on copies.
 
     Configurations that the grid refuses (a scheme that scales its state, a state out of range, half precision) have no row.
 
     Args:
-        sequence: whose branches to use.
+        sequence: the branches, with the scheme's start.
         x: its input.
         depths: numbers of steps; the whole sequence unless given.
         steps: step sizes h; the scheme's own unless given.
-        dtypes: of states and weights.
-        exact: whether to put states on the grid.
+        dtypes: dtypes of states and weights.
+        exact: put states on the grid or not.
     """
     depths = depths or [len(sequence.fields) // sequence.scheme.fields_per_step]
     rows = []
@@ -151,49 +147,3 @@ def drift(
             continue
         rows.append(Drift(depth, str(dtype).removeprefix("torch."), h, on_grid, *errors))
     return rows
-
-
-@dataclass(frozen=True)
-class LinearRevNet:
-    """The paper's linear RevNet, Y+ = Y + βZ, Z+ = Z + αY+, over a grid of α and β.
-
-    Attributes:
-        alpha: factors of G.
-        beta: factors of F.
-        predicted: max |ξ| of the roots of ξ² - (2 + αβ) ξ + 1 = 0, shape (len(alpha), len(beta)).
-        simulated: the growth factor per step of the simulated network.
-    """
-
-    alpha: Tensor
-    beta: Tensor
-    predicted: Tensor
-    simulated: Tensor
-
-    @property
-    def stable(self) -> Tensor:
-        """Where -4 ≤ αβ ≤ 0, so that |ξ| = 1."""
-        product = self.alpha[:, None] * self.beta
-        return (product <= 0.0) & (product >= -4.0)
-
-
-def linear_revnet(alpha: Tensor, beta: Tensor, *, num_steps: int = 20000) -> LinearRevNet:
-    """Growth factors of the linear RevNet, from the roots ξ and from a simulation with the network's own scheme.
-
-    Args:
-        alpha: values of α.
-        beta: values of β.
-        num_steps: steps to simulate; the error of the simulated rate falls like log(n) / n.
-    """
-    alpha, beta = alpha.double(), beta.double()
-    grid_alpha, grid_beta = torch.meshgrid(alpha, beta, indexing="ij")
-    predicted = amplification(AdditiveCoupling(), grid_beta, grid_alpha).abs().amax(-1)
-    step = step_map(AdditiveCoupling(), (lambda z: grid_beta * z, lambda y: grid_alpha * y))
-    state = torch.full_like(predicted, 0.6), torch.full_like(predicted, 0.8)
-    logs, half = torch.zeros_like(predicted), num_steps // 2
-    for index in range(num_steps):
-        y, z = step(state)
-        norm = torch.hypot(y, z)
-        state = y / norm, z / norm
-        if index >= half:  # the first half turns the state into the direction that grows
-            logs += norm.log()
-    return LinearRevNet(alpha, beta, predicted, (logs / (num_steps - half)).exp())

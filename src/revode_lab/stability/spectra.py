@@ -41,7 +41,7 @@ def load_forward_mode() -> None:
 
 
 def slope(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """The derivative of an elementwise function at x."""
+    """Return the derivative of an elementwise function at x."""
     load_forward_mode()
     return torch.func.jvp(function, (x,), (torch.ones_like(x),))[1]
 
@@ -71,12 +71,12 @@ class Jacobian:
         return torch.cat([part.flatten() for part in out]) if isinstance(out, tuple | list) else out.flatten()
 
     def matvec(self, v: Tensor) -> Tensor:
-        """J v."""
+        """Return J v."""
         with torch.no_grad():
             return self._product(v.to(self.x).reshape(self.x.shape))
 
     def rmatvec(self, v: Tensor) -> Tensor:
-        """J' v."""
+        """Return J' v."""
         with torch.no_grad():
             return self._adjoint_product(v.to(self.x).reshape(self.value.shape))[0]
 
@@ -92,14 +92,14 @@ class Jacobian:
         return torch.func.vjp(self._flat, self.x)[1]
 
     def dense(self) -> Tensor:
-        """J, 64 columns at a time."""
+        """Return J, computed 64 columns at a time."""
         identity = torch.eye(self.shape[1], dtype=self.x.dtype, device=self.x.device)
         with torch.no_grad():
             return torch.func.vmap(self._product, chunk_size=64)(identity).t()
 
 
 def frozen(module: nn.Module) -> nn.Module:
-    """A copy without gradients whose batch norms in training mode use batch statistics and record none."""
+    """Return a copy without gradients whose batch norms in training mode use batch statistics and record none."""
     module = copy.deepcopy(module).requires_grad_(False)
     for part in module.modules():
         if isinstance(part, _BatchNorm) and part.training:
@@ -145,16 +145,16 @@ def spectrum(
     k: int | None = None,
     dense_limit: int = DENSE_LIMIT,
 ) -> Spectrum:
-    """Eigenvalues of the Jacobian of `function` at `state`.
+    """Return eigenvalues of the Jacobian of `function` at `state`.
 
     Up to `dense_limit` dimensions every eigenvalue is computed from the dense Jacobian. Above, or when `k` is given, ARPACK's
     implicitly restarted Arnoldi method finds the k of largest modulus, and the few of largest real part where these stand
     out, from products J v.
 
     Args:
-        function: see `Jacobian`.
+        function: a map as for `Jacobian`.
         state: where to linearise; use float64 for results to round-off.
-        k: how many eigenvalues to compute matrix-free; 20 when the state is large and none is given.
+        k: number of eigenvalues to compute matrix-free; 20 when the state is large and none is given.
         dense_limit: largest dimension for the dense method.
     """
     jacobian = Jacobian(function, state)
@@ -174,7 +174,7 @@ def spectrum(
 
 
 def _arnoldi(jacobian: Jacobian, k: int, which: str, restarts: int) -> Tensor:
-    """The k eigenvalues that `which` asks for, or those of them that converged.
+    """Return the k eigenvalues that `which` asks for, or those of them that converged.
 
     On a spectrum along the imaginary axis no real part is the largest, and the search for it ends without one.
     """
@@ -201,11 +201,9 @@ def _arnoldi(jacobian: Jacobian, k: int, which: str, restarts: int) -> Tensor:
 
 
 def similar_matrix(fields: Sequence[nn.Module], state: Tensor | Sequence[Tensor]) -> Tensor:
-    """The antisymmetric matrix D^½ M D^½ that has the non-zero eigenvalues of the paper's Jacobians.
+    """Return the antisymmetric matrix D^½ M D^½ that has the non-zero eigenvalues of the paper's Jacobians.
 
-    Args:
-        fields: ``[F, G]``, two `SymmetricField` of a Hamiltonian block; or one `AntisymmetricField`.
-        state: (y, z) of one sample; or y.
+    It takes two `SymmetricField` [F, G] of a Hamiltonian block and (y, z) of one sample, or one `AntisymmetricField` and y.
     """
     parts = (state,) if isinstance(state, Tensor) else tuple(state)
     if len(fields) == 2 and len(parts) == 2:
@@ -223,7 +221,7 @@ def similar_matrix(fields: Sequence[nn.Module], state: Tensor | Sequence[Tensor]
 
 
 def _matrix_and_slope(field: nn.Module, y: Tensor) -> tuple[Tensor, Tensor]:
-    """K and the diagonal of D = σ'(K y + b) of a field with a bias for its norm."""
+    """Return K and the diagonal of D = σ'(K y + b) of a field with a bias for its norm."""
     if not isinstance(field, SymmetricField | AntisymmetricField) or not isinstance(field.norm, Bias):
         raise ValueError(
             f"the similar matrix exists for the paper's fields with norm='none', got {type(field).__name__}: {field}"
@@ -235,18 +233,11 @@ def _matrix_and_slope(field: nn.Module, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def unit_spectra(model: nn.Module, images: Tensor, *, max_size: int = 500) -> dict[tuple[int, int], Tensor]:
-    """All eigenvalues of the ODE's Jacobian in the middle block of each unit, at the centre of the first image's state.
+    """Return (unit, step) -> all eigenvalues of the ODE's Jacobian in the middle block of each unit.
 
-    The state is cropped to a square patch so that the dense spectrum stays affordable: a convolution on the patch, with its
-    zero padding, is a field of the same kind with the same weights.
-
-    Args:
-        model: a network with reversible units.
-        images: its inputs.
-        max_size: largest dimension of the ODE's state, where a patch of 2x2 allows it.
-
-    Returns:
-        (unit, step) -> complex eigenvalues.
+    The first image's state is cropped to a square patch at its centre, of at most `max_size` dimensions where a patch of 2x2
+    allows it, so that the dense spectrum stays affordable: a convolution on the patch, with its zero padding, is a field of the
+    same kind with the same weights.
     """
     copied, images = prepared(model, images)
     found = {}
@@ -263,7 +254,7 @@ def unit_spectra(model: nn.Module, images: Tensor, *, max_size: int = 500) -> di
 
 
 def _patch(parts: Parts, max_size: int) -> Parts:
-    """The centre of a state, so small that its two members have at most `max_size` numbers together."""
+    """Return the centre of a state, so small that its two members have at most `max_size` numbers together."""
     if parts[0].dim() != 4:
         return parts
     _, channels, height, width = parts[0].shape

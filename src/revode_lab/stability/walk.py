@@ -1,7 +1,7 @@
 """Walking through a network block by block, on a copy, with a visitor at every depth.
 
 Everything that looks inside a network here does so through `prepared` and `walk`: the user's model keeps its mode,
-gradients, buffers and strategy, and the global random stream does not move.
+gradients, buffers and strategy, and the global RNG state stay as they are.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Place:
 
     @property
     def inside(self) -> bool:
-        """Whether a unit led here from the place before, and not stem, transition or head."""
+        """True if a unit led here from the place before, and not stem, transition or head."""
         return self.kind in ("step", "leave")
 
 
@@ -53,13 +53,13 @@ Visitor = Callable[[Place, ReversibleSequence | None, Parts], Parts | None]
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The network inside torch.compile's or DistributedDataParallel's wrapper."""
+    """Return the network inside torch.compile's or DistributedDataParallel's wrapper."""
     model = getattr(model, "_orig_mod", model)
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
 def reversible_units(model: nn.Module) -> list[ReversibleSequence]:
-    """The reversible sequences of a model; an error if there is none."""
+    """Return the reversible sequences of a model; an error if there is none."""
     units = [module for module in model.modules() if isinstance(module, ReversibleSequence)]
     if not units:
         name = getattr(getattr(model, "config", None), "name", type(model).__name__)
@@ -68,31 +68,26 @@ def reversible_units(model: nn.Module) -> list[ReversibleSequence]:
 
 
 def walked_units(model: nn.Module) -> list[nn.Module]:
-    """What a walk goes through block by block: reversible sequences, or the bodies of a ResNet of revode."""
+    """Return the units of a walk: reversible sequences, or the bodies of a ResNet of revode."""
     stages = [module for module in model.modules() if isinstance(module, Stage)]
     bodies: list[nn.Module] = [stage.body for stage in stages if isinstance(stage.body, nn.Sequential)]
     return bodies or [*reversible_units(model)]
 
 
 def steps_of(unit: ReversibleSequence) -> list[list[nn.Module]]:
-    """The branches of each step of a unit."""
+    """Return the branches of each step of a unit."""
     width = unit.scheme.fields_per_step
     return [list(unit.fields[start : start + width]) for start in range(0, len(unit.fields), width)]
 
 
 def first_not_finite(model: nn.Module) -> str | None:
-    """The name of the first weight or statistic that holds NaN or infinity."""
+    """Return the name of the first weight or statistic that holds NaN or infinity."""
     found = (name for name, t in model.state_dict().items() if t.is_floating_point() and not bool(t.isfinite().all()))
     return next(found, None)
 
 
 def analysis_copy(model: nn.Module, dtype: torch.dtype | None = torch.float64) -> nn.Module:
-    """A copy to analyse: in eval mode, under ``store`` without a grid, its parameters without gradients.
-
-    Args:
-        model: any module with reversible units (or one such unit), or a ResNet of revode; stays as it is.
-        dtype: floating-point type of the copy; None keeps the model's.
-    """
+    """Return a copy in eval mode, under ``store`` without a grid, without gradients; None keeps the model's dtype."""
     model = unwrapped(model)
     walked_units(model)
     name = first_not_finite(model)
@@ -127,7 +122,7 @@ def calibrate_batch_norm(model: nn.Module, images: Tensor) -> int:
 
 
 def prepared(model: nn.Module, images: Tensor, dtype: torch.dtype | None = torch.float64) -> tuple[nn.Module, Tensor]:
-    """An `analysis_copy` with its batch norms calibrated on `images`, and the images in its dtype."""
+    """Return an `analysis_copy` with its batch norms calibrated on `images`, and the images in its dtype."""
     copied = analysis_copy(model, dtype)
     images = images.to(next(copied.parameters()).dtype)
     calibrate_batch_norm(copied, images)
@@ -135,7 +130,7 @@ def prepared(model: nn.Module, images: Tensor, dtype: torch.dtype | None = torch
 
 
 def walk(model: nn.Module, x: Any, visit: Visitor) -> Any:
-    """model(x), calling `visit` at every depth. `model` should be an `analysis_copy`; x may be a dual tensor."""
+    """Return model(x), calling `visit` at every depth. `model` should be an `analysis_copy`; x may be a dual tensor."""
     units = walked_units(model)
     place = Place(-1, 0, 0, 0.0, "enter")
 
@@ -147,7 +142,7 @@ def walk(model: nn.Module, x: Any, visit: Visitor) -> Any:
         return changed if len(changed) == 2 else (None, *changed)
 
     def run(unit: ReversibleSequence, x: Tensor | State, *, return_state: bool = False, **kwargs: Any) -> Any:
-        """What ``unit(x)`` computes, step by step."""
+        """Compute ``unit(x)`` step by step."""
         nonlocal place
         scheme = unit.scheme
         place = replace(place, unit=place.unit + 1, step=0)
@@ -164,7 +159,7 @@ def walk(model: nn.Module, x: Any, visit: Visitor) -> Any:
         return visited("leave", unit, (None, scheme.readout(state, unit.split_dim)))[1]
 
     def run_blocks(body: nn.Sequential, x: Tensor) -> Tensor:
-        """What a ResNet's ``body(x)`` computes; a first block that changes the shape is a transition."""
+        """Compute a ResNet's ``body(x)`` block by block; a first block that changes the shape is a transition."""
         nonlocal place
         place = replace(place, unit=place.unit + 1, step=0)
         blocks, y = list(body), body[0](x)
@@ -189,7 +184,7 @@ def walk(model: nn.Module, x: Any, visit: Visitor) -> Any:
 
 
 def unit_states(model: nn.Module, images: Tensor) -> list[tuple[ReversibleSequence, list[Parts]]]:
-    """Every unit with its states: at the entrance and after each step, the entrance as the unit's input."""
+    """Return every unit with its states: at the entrance and after each step, the entrance as the unit's input."""
     found: list[tuple[ReversibleSequence, list[Parts]]] = []
 
     def visit(place: Place, unit: ReversibleSequence | None, parts: Parts) -> None:
@@ -204,7 +199,7 @@ def unit_states(model: nn.Module, images: Tensor) -> list[tuple[ReversibleSequen
 
 
 def unit_inputs(model: nn.Module, images: Tensor) -> list[tuple[ReversibleSequence, Tensor]]:
-    """Every unit with its input, as the one tensor that ``unit(x)`` takes."""
+    """Return every unit with its input, as the one tensor that ``unit(x)`` takes."""
     return [
         (unit, unit.scheme.undo_init(cast(State, parts), unit.split_dim) if unit.scheme.splits else parts[-1])
         for unit, (parts, *_) in unit_states(model, images)
@@ -212,12 +207,12 @@ def unit_inputs(model: nn.Module, images: Tensor) -> list[tuple[ReversibleSequen
 
 
 def members(state: OpenState) -> Parts:
-    """The tensors of a state: two, or one before a scheme on one tensor has started."""
+    """Return the tensors of a state: two, or one before a scheme on one tensor has started."""
     return (state[1],) if state[0] is None else (state[0], state[1])
 
 
 def pair_scale(unit: ReversibleSequence | None, parts: Parts) -> float:
-    """√½ for two successive states of a one-tensor scheme, else 1.
+    """Return √½ for two successive states of a one-tensor scheme, else 1.
 
     With it a state at rest has the norm of its tensor, and entering and leaving the pair neither adds nor takes.
     """
@@ -225,11 +220,11 @@ def pair_scale(unit: ReversibleSequence | None, parts: Parts) -> float:
 
 
 def flatten_state(unit: ReversibleSequence | None, parts: Parts) -> Tensor:
-    """The state as one vector a sample, shape (batch, n), times `pair_scale`."""
+    """Return the state as one vector a sample, shape (batch, n), times `pair_scale`."""
     return torch.cat([part.flatten(1) for part in parts], dim=1) * pair_scale(unit, parts)
 
 
 def unflatten_state(unit: ReversibleSequence | None, vector: Tensor, like: Parts) -> Parts:
-    """The inverse of `flatten_state`."""
+    """Return the inverse of `flatten_state`."""
     pieces = (vector / pair_scale(unit, like)).split([part[0].numel() for part in like], dim=1)
     return tuple(piece.reshape(part.shape) for piece, part in zip(pieces, like, strict=True))

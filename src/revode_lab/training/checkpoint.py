@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or not there, all that they remember, and where a run goes on from.
+"""Checkpoints that are whole or not there, their content, and the source from which a run goes on.
 
 A checkpoint is one file of `torch.save`: a zip archive whose directory stands at its end, so a file cut short at any byte has
 none, and whose records carry a CRC-32, so a changed byte shows. `write_checkpoint` writes beside the old file, makes it
@@ -28,24 +28,18 @@ LAST, PREVIOUS, BEST = "last.ckpt", "previous.ckpt", "best.ckpt"
 CONFIG, METRICS, RESULT = "config.yaml", "metrics.jsonl", "result.json"
 WEIGHTS, REPORT = "model.safetensors", "report.html"
 FILES = (CONFIG, METRICS, RESULT, LAST, PREVIOUS, BEST, WEIGHTS, REPORT)
-"""What a run writes."""
+"""The files of a run."""
 
 
 def write_checkpoint(path: Path, state: dict[str, Any], keep_as: Path | None = None) -> None:
-    """Write `state` to `path` in one atomic, durable step.
-
-    Args:
-        path: Where to.
-        state: Tensors, numbers, strings, lists and dicts.
-        keep_as: A second name that the file now at `path` keeps.
-    """
+    """Write `state` to `path` in one atomic, durable step; the file now at `path` is kept as `keep_as`."""
     stream = io.BytesIO()
     torch.save({"format": FORMAT, **state}, stream)
     write_atomically(path, stream.getbuffer(), keep_as)
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """The state in `path`, verified; no code in it is ever run.
+    """Return the state in `path`, verified; no code in it is ever run.
 
     Raises:
         ValueError: It is missing, cut short, altered, or not a checkpoint of a run.
@@ -71,7 +65,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def is_whole(path: Path) -> bool:
-    """Whether there is a checkpoint at `path`, and it can be read."""
+    """Return True if there is a checkpoint at `path` that can be read."""
     try:
         return bool(read_checkpoint(path))
     except ValueError:
@@ -79,11 +73,9 @@ def is_whole(path: Path) -> bool:
 
 
 def read_newest(folder: Path, note: Callable[[str], None]) -> dict[str, Any] | None:
-    """The newest good checkpoint of a run, or None if it has none yet.
+    """Return the newest good checkpoint of a run, or None if it has none yet.
 
-    Args:
-        folder: The run directory.
-        note: Called with a sentence if the newest file is damaged and an older one is taken.
+    `note` is called with a sentence if the newest file is damaged and an older one is taken.
 
     Raises:
         ValueError: There are checkpoints and all are damaged.
@@ -115,10 +107,8 @@ class Position:
     Attributes:
         step: Updates done; epoch and place in it follow from it.
         evaluated_at: The step of the last evaluation.
-        best_accuracy: On the validation split, or None.
-        best_step: Where that was.
-        seconds: Since its start, over all its processes' lives.
-        seconds_scoring: Of these, not spent on updates.
+        best_accuracy, best_step: The best evaluation on the validation split, if any.
+        seconds, seconds_scoring: Since its start, over all its processes' lives; and of these, not spent on updates.
         loss_sum, num_correct, num_images: This process's sums since the last line of metrics; the first two as last saved.
     """
 
@@ -134,7 +124,7 @@ class Position:
 
     @classmethod
     def restored(cls, saved: list[dict[str, Any]], group: Group) -> Position:
-        """This process's position among the saved ones; the first gets all sums if there are now more processes or fewer."""
+        """Return this process's position among the saved ones; the first gets all sums if their number has changed."""
         mine = dict(saved[group.rank if len(saved) == group.world_size else 0])
         if len(saved) != group.world_size:
             for name in ("loss_sum", "num_correct", "num_images"):
@@ -143,16 +133,16 @@ class Position:
 
 
 def collect(job: Job, position: Position, plan: dict[str, Any], metrics_offset: int) -> dict[str, Any]:
-    """The state of a run in types that load with ``weights_only=True``. All processes must call it."""
+    """Return the state of a run in types that load with ``weights_only=True``. All processes must call it."""
     optimizer = job.optimizer.state_dict()
     momenta = {
         index: {name: value.cpu() if isinstance(value, Tensor) else value for name, value in entry.items()}
         for index, entry in optimizer["state"].items()
     }
-    average = None
-    if job.average is not None:
-        tensors = {name: tensor.cpu() for name, tensor in job.average.tensors.items()}
-        average = {"num_updates": job.average.num_updates, "tensors": tensors}
+    average = job.average and {
+        "num_updates": job.average.num_updates,
+        "tensors": {name: tensor.cpu() for name, tensor in job.average.tensors.items()},
+    }
     processes = job.group.gather({"random": random_states(), "position": asdict(position)})
     return {
         "step": position.step,
@@ -161,7 +151,6 @@ def collect(job: Job, position: Position, plan: dict[str, Any], metrics_offset: 
         "model": {name: tensor.cpu() for name, tensor in job.model.state_dict().items()},
         "momenta": momenta,
         "average": average,
-        "scaler": job.scaler.state_dict(),
         "processes": processes,
         "plan": plan,
         "metrics_offset": metrics_offset,
@@ -181,7 +170,6 @@ def restore(job: Job, state: dict[str, Any]) -> Position:
         job.average.num_updates = state["average"]["num_updates"]
         for name, tensor in job.average.tensors.items():
             tensor.copy_(state["average"]["tensors"][name])
-    job.scaler.load_state_dict(state["scaler"])
     processes = state["processes"]
     if len(processes) == job.group.world_size:
         restore_random_states(processes[job.group.rank]["random"])
@@ -192,20 +180,16 @@ def _restore_momenta(job: Job, momenta: dict[int, dict[str, Any]]) -> None:
     """Give each parameter its momentum, in the layout that the parameter has."""
     parameters = [p for group in job.optimizer.param_groups for p in group["params"]]
     for index, entry in momenta.items():
-        parameter = parameters[index]
-        restored = dict(entry)
-        for name, value in entry.items():
-            if isinstance(value, Tensor):
-                restored[name] = parameter.detach().clone().copy_(value)
-        job.optimizer.state[parameter] = restored
+        own = parameters[index]
+        job.optimizer.state[own] = {
+            name: own.detach().clone().copy_(value) if isinstance(value, Tensor) else value
+            for name, value in entry.items()
+        }
 
 
 def random_states() -> dict[str, Any]:
-    """The states of torch's generators, in types that load with ``weights_only=True``."""
-    return {
-        "cpu": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-    }
+    """Return the states of torch's generators, in types that load with ``weights_only=True``."""
+    return {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []}
 
 
 def restore_random_states(states: dict[str, Any]) -> None:
@@ -222,14 +206,7 @@ _FREE = FREE | {"epochs", "max_steps"}
 def find_source(
     config: Config, out: str | Path | None, resume: str | None, given: Sequence[str], note: Callable[[str], None]
 ) -> tuple[Config, dict[str, Any], Path | None, Path | None]:
-    """Decide what to start from.
-
-    Args:
-        config: What was asked for.
-        out: The run directory, if it has a name.
-        resume: None, ``"auto"``, or a run or checkpoint.
-        given: Settings that were asked for by name; a resumed run refuses those that would make it another run.
-        note: Called with what the user should know.
+    """Decide what to start from, with the arguments of `train`; `note` is called with what the user should know.
 
     Returns:
         The configuration; the state to go on from, empty at a beginning; the directory of the run that goes on, if one
@@ -259,7 +236,7 @@ def find_source(
 
 
 def merge(old: Config, new: Config, given: Sequence[str], note: Callable[[str], None]) -> Config:
-    """The configuration `old` of a run with the given settings of `new`, as far as they leave it the same run."""
+    """Return the configuration `old` of a run with the given settings of `new`, as far as they leave it the same run."""
     ours, theirs = old.leaves(), new.leaves()
     changed = {name: theirs[name] for name in given if theirs[name] != ours[name]}
     fixed = [name for name in changed if name not in _FREE]

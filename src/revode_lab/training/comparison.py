@@ -11,7 +11,8 @@ from revode_lab.charts import Points, bars, lines
 from revode_lab.files import human_bytes, human_time, read_json
 from revode_lab.page import Page
 from revode_lab.training.checkpoint import CONFIG, RESULT
-from revode_lab.training.config import LEAVES, Config, cost_until, from_leaves, parse_levels, read_yaml
+from revode_lab.training.config import LEAVES, Config, from_leaves, read_yaml
+from revode_lab.training.levels import cost_until, parse_levels
 from revode_lab.training.run import read_metrics
 
 PAGE = "comparison.html"
@@ -20,7 +21,7 @@ _ABSENT = "–"
 
 @dataclass(frozen=True)
 class _Course:
-    """What a run has written down; `result` is empty while it goes on."""
+    """The files of a run; `result` is empty while it goes on."""
 
     name: str
     config: Config
@@ -28,7 +29,7 @@ class _Course:
     rows: list[dict[str, Any]]
 
     def curve(self, kind: str, quantity: str, scale: float, unit: float | None = None) -> Points | None:
-        """A quantity over epochs, or over time in units of so many seconds; None where it is not known."""
+        """Return a quantity over epochs, or over time in units of so many seconds; None where it is not known."""
         rows = [row for row in self.rows if row["kind"] == kind and row.get(quantity) is not None]
         if not rows or (unit and not self.result):
             return None
@@ -41,7 +42,7 @@ class _Course:
         return x, [scale * row[quantity] for row in rows]
 
     def _cost(self, epochs: float) -> float:
-        """What the first epochs cost, the last of them in part."""
+        """Return the cost of the first epochs, the last of them in part."""
         levels, whole = parse_levels(self.config.optimization.levels), int(epochs)
         before = cost_until(levels, whole)
         return before + (epochs - whole) * (cost_until(levels, whole + 1) - before)
@@ -111,7 +112,7 @@ def _row(run: _Course) -> list[str]:
 
 
 def _settings(page: Page, runs: Sequence[_Course]) -> None:
-    """The settings that are not equal everywhere."""
+    """Return the settings that are not equal everywhere."""
     leaves = [run.config.leaves() for run in runs]
     differing = [name for name in LEAVES if len({str(own[name]) for own in leaves}) > 1 and name != "data_root"]
     page.heading("Settings that differ")

@@ -13,15 +13,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import itertools
-import re
 import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from revode.errors import nearest, unknown
+from revode_lab.training.levels import num_epochs, parse_levels
 
 MOST_THREADS = 1024
 """More make the thread pool fail."""
@@ -67,11 +66,10 @@ class OptimizationConfig:
     """SGD with momentum, and its schedule. Steps are updates of the weights."""
 
     epochs: int | None = _setting(40, "passes over the training images; none: max-steps decides", at_least=1)
-    levels: str = _setting("", "networks and image edges on the way, layers@edge:epochs, as 38@16:8,74@32:14")
+    levels: str = _setting("", "multilevel schedule LAYERS@SIZE:EPOCHS,..., as 38@16:8,74@32:14")
     rate_per_level: bool = _setting(False, "a course of the learning rate for each level, instead of one for all")
     max_steps: int | None = _setting(None, "stop after this many updates, if that comes first", at_least=1)
     batch_size: int = _setting(64, "images per update, over all processes", at_least=1)
-    accumulate: int = _setting(1, "micro-batches that an update's batch is cut into", at_least=1)
     lr: float = _setting(0.1, "learning rate (its peak, for one-cycle)", at_least=0)
     schedule: Literal["constant", "step", "one-cycle"] = _setting("one-cycle", "course of the learning rate")
     milestones: tuple[int, ...] = _setting((), "where `step` divides the learning rate by 10, as 80,120")
@@ -95,14 +93,13 @@ class ExecutionConfig:
     threads: int = _setting(
         0, "CPU threads; 0 leaves torch's choice; the last bits depend on it", at_least=0, below=MOST_THREADS + 1
     )
-    autocast: Literal["none", "bfloat16", "float16"] = _setting("none", "dtype of the branches; states stay float32")
+    autocast: Literal["none", "bfloat16"] = _setting("none", "dtype of the branches; states stay float32")
     compile: bool = _setting(False, "compile the blocks, once for each kind and shape")
-    channels_last: bool = _setting(True, "memory format of the images")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordConfig:
-    """What is written down, and how often. Nothing here changes the weights."""
+    """Files of a run, and how often they are written. Nothing here changes the weights."""
 
     log_every: int = _setting(20, "updates between lines of metrics.jsonl", at_least=1)
     evaluate_every: int = _setting(1, "epochs between evaluations; 0 evaluates at the end only", at_least=0)
@@ -130,11 +127,11 @@ class Config:
         _check(self.leaves())
 
     def leaves(self) -> dict[str, Any]:
-        """Name -> value of every setting, over all sections."""
+        """Return name -> value of every setting, over all sections."""
         return {name: getattr(getattr(self, leaf.section, self), name) for name, leaf in LEAVES.items()}
 
     def to_yaml(self) -> str:
-        """The tree as YAML that `read_yaml` reads back."""
+        """Return the tree as YAML that `read_yaml` reads back."""
         import yaml
 
         return yaml.safe_dump(dataclasses.asdict(self), sort_keys=False)
@@ -175,55 +172,6 @@ FREE = frozenset(
 )
 """Settings that leave a run the same run: where and how it runs, and what it writes down."""
 
-_LEVEL = re.compile(r"(\d+)@(\d+):(\d+)")
-
-
-class Level(NamedTuple):
-    """A network of so many layers on images of this edge, for so many epochs."""
-
-    layers: int
-    edge: int
-    epochs: int
-
-    @property
-    def cost(self) -> int:
-        """What an epoch costs, in proportion: layers and areas of images count."""
-        return self.layers * self.edge**2
-
-
-def parse_levels(text: str) -> tuple[Level, ...]:
-    """The levels of ``38@16:8,74@32:14``; none of an empty text."""
-    levels = []
-    for part in text.split(",") if text else []:
-        match = _LEVEL.fullmatch(part.strip())
-        if match is None:
-            raise ValueError(f"levels has {part!r}; expected layers@edge:epochs, as 38@16:8,74@32:14")
-        levels.append(Level(*map(int, match.groups())))
-    for first, second in itertools.pairwise(levels):
-        if second.layers < first.layers or second.edge < first.edge:
-            raise ValueError(f"levels is {text}; neither layers nor the edge of images may fall from level to level")
-    if any(not (level.edge and level.epochs) for level in levels):
-        raise ValueError(f"levels is {text}; every level needs an edge and epochs of at least 1")
-    return tuple(levels)
-
-
-def num_epochs(levels: tuple[Level, ...]) -> int:
-    """Epochs of all levels."""
-    return sum(level.epochs for level in levels)
-
-
-def cost_until(levels: tuple[Level, ...], epoch: int) -> float:
-    """What the first epochs cost, in epochs of the last level."""
-    if not levels:
-        return float(epoch)
-    each = [level.cost for level in levels for _ in range(level.epochs)]
-    return sum(each[:epoch]) / levels[-1].cost
-
-
-def mean_cost(levels: tuple[Level, ...]) -> float:
-    """What an epoch costs on average, in epochs of the last level."""
-    return cost_until(levels, num_epochs(levels)) / num_epochs(levels) if levels else 1.0
-
 
 def _check(values: dict[str, Any]) -> None:
     """Refuse values out of bounds, and those that do not go together."""
@@ -239,11 +187,6 @@ def _check(values: dict[str, Any]) -> None:
         raise ValueError(f"train_fraction is {values['train_fraction']}; expected a number above 0 and at most 1")
     if values["epochs"] is None and values["max_steps"] is None:
         raise ValueError("epochs and max_steps are both none; give one of them")
-    if values["batch_size"] % values["accumulate"]:
-        raise ValueError(
-            f"accumulate is {values['accumulate']}, which does not divide the batch size "
-            f"{values['batch_size']}; choose a divisor"
-        )
     if values["schedule"] == "step" and not values["milestones"]:
         raise ValueError("schedule is step without milestones; give milestones, as 80,120")
     if any(milestone < 1 for milestone in values["milestones"]):
@@ -263,7 +206,7 @@ def _check(values: dict[str, Any]) -> None:
 
 
 def from_leaves(values: Mapping[str, Any]) -> Config:
-    """The tree in which the named settings have these values and all others their defaults."""
+    """Return the tree in which the named settings have these values and all others their defaults."""
     parts: dict[str, dict[str, Any]] = {section: {} for section in ("", *SECTIONS)}
     for name, value in values.items():
         parts[LEAVES[name].section][name] = convert(LEAVES[name], value)
@@ -271,7 +214,7 @@ def from_leaves(values: Mapping[str, Any]) -> Config:
 
 
 def convert(leaf: Leaf, value: Any) -> Any:
-    """`value` in the type of `leaf`, from a string or from what YAML gives; else a ValueError that says what was expected."""
+    """Return `value` in the type of `leaf`, from a string or from YAML; raise ValueError with the expectation."""
     try:
         return _convert(leaf.kind, value)
     except Exception:
@@ -285,7 +228,7 @@ _WORDS = {
 
 
 def _expectation(kind: Any) -> str:
-    """The values that `kind` admits, in words."""
+    """Return the values that `kind` admits, in words."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is Literal:
         return " or ".join(arguments)
@@ -320,7 +263,7 @@ def _convert(kind: Any, value: Any) -> Any:
 
 
 def _convert_options(value: Any) -> dict[str, Any]:
-    """Options from a dict, or from ``key=value,key=[value,value]`` with values as YAML reads them."""
+    """Return options from a dict, or from ``key=value,key=[value,value]`` with values as YAML reads them."""
     if isinstance(value, str):
         import yaml
 
@@ -335,7 +278,7 @@ def _convert_options(value: Any) -> dict[str, Any]:
 
 
 def read_yaml(path: str) -> dict[str, Any]:
-    """Name -> value of the settings in a YAML file."""
+    """Return name -> value of the settings in a YAML file."""
     import yaml
 
     try:
@@ -350,12 +293,7 @@ def read_yaml(path: str) -> dict[str, Any]:
 
 
 def flatten(tree: Any, origin: str) -> dict[str, Any]:
-    """Name -> value of a nested dict; a key that does not exist is refused with the nearest that does.
-
-    Args:
-        tree: What a YAML file holds.
-        origin: Its name, for messages.
-    """
+    """Return name -> value of the nested dict in a YAML file called `origin`; refuse unknown keys with the nearest one."""
     if not isinstance(tree, Mapping | None):
         raise ValueError(f"{origin} holds a {type(tree).__name__}; expected sections such as `optimization:`")
     found: dict[str, Any] = {}
@@ -383,7 +321,7 @@ def _unknown_key(path: str, origin: str) -> ValueError:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """One flag per setting, grouped by section. A flag that is not given leaves no trace in the namespace."""
+    """Return one flag per setting, grouped by section. A flag that is not given leaves no trace in the namespace."""
     groups = {section: parser.add_argument_group(section) for section in SECTIONS}
     for name, leaf in LEAVES.items():
         if name in ("name", "recipe"):  # MODEL and --recipe
@@ -466,14 +404,10 @@ _RECIPES_OF_MODELS = {"hamiltonian-1202": "cifar-1202"}
 
 
 def configure(config_file: str | None = None, **settings: Any) -> Config:
-    """The configuration from a recipe, then a file, then single settings; each overrides the one before.
+    """Return the configuration from a recipe, then a YAML file, then single settings such as ``model="hamiltonian-74"``.
 
-    With nothing given, it is a Hamiltonian network on the embedded digits. A data set without a recipe takes its usual one,
-    and a recipe without a data set or a network its own.
-
-    Args:
-        config_file: A YAML file, as ``--print-config`` writes it.
-        settings: Settings by name, such as ``epochs=2``; ``model`` stands for the network's ``name``.
+    Each overrides the one before. With nothing given, it is a Hamiltonian network on the embedded digits. A data set without a
+    recipe takes its usual one, and a recipe without a data set or a network its own.
     """
     if "model" in settings:
         settings["name"] = settings.pop("model")
@@ -497,7 +431,7 @@ def configure(config_file: str | None = None, **settings: Any) -> Config:
 
 
 def _usual_recipe(model: str | None, dataset: str | None) -> str:
-    """The recipe of the data set; without one, of the data set whose images have the size that the network is named for."""
+    """Return the recipe of the data set, or of the data set whose images have the size of the network."""
     if dataset is None and model is not None:
         from revode.networks import model_config
         from revode_lab.data import INFOS

@@ -1,4 +1,4 @@
-"""Why a training broke: the network runs once more on the batch that broke it, and the first quantity that is no number tells.
+"""Diagnosis of a broken training: run the network once more on the batch that broke it, and find the first non-finite number.
 
 States enter branches, so hooks on the branches see the course of the signal over depth.
 """
@@ -26,12 +26,7 @@ _CUSTOMARY = 0.1
 
 
 class Diverged(RuntimeError):
-    """Loss or gradient is not a number any more, or states left the range of the exact grid.
-
-    Attributes:
-        step: Updates done before it broke.
-        diagnosis: What broke first and why, in sentences.
-    """
+    """Loss or gradient is not a number any more, or states left the range of the exact grid; `diagnosis` says why."""
 
     def __init__(self, step: int, what: str, diagnosis: str, folder: Path) -> None:
         self.step = step
@@ -41,7 +36,7 @@ class Diverged(RuntimeError):
 
 
 def diagnose(job: Job, indices: Tensor, epoch: int, step: int, loss: float) -> str:
-    """What broke first when the network met these images with this loss, and the likely cause; a sentence a line."""
+    """Say what broke first when the network met these images with this loss, and the likely cause; a sentence a line."""
     if _first_broken(job.model.named_parameters()):
         return diagnose_weights(job, step)
     images, _ = job.images(indices, epoch)
@@ -57,7 +52,7 @@ def diagnose(job: Job, indices: Tensor, epoch: int, step: int, loss: float) -> s
 
 
 def diagnose_weights(job: Job, step: int) -> str:
-    """What the weights alone tell, and the likely cause; a sentence a line."""
+    """Say what the weights alone tell, and the likely cause; a sentence a line."""
     broken = _first_broken(job.model.named_parameters())
     first = [f"first: the parameter {broken} is not finite"] if broken else []
     return "\n".join([*first, _learning_rate_cause(job, step)])
@@ -72,7 +67,7 @@ Course = list[tuple[str, str, float]]
 
 
 def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every branch by its place, and the modules between sequences by their names."""
+    """Return every branch by its place, and the modules between sequences by their names."""
     inside: set[nn.Module] = set()
     unit = 0
     for name, module in model.named_modules():
@@ -91,7 +86,7 @@ def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 @torch.no_grad()
 def _signal(model: nn.Module, images: Tensor) -> tuple[Course, str | None]:
-    """The course of the signal, and the first quantity that is not finite."""
+    """Return the course of the signal, and the first quantity that is not finite."""
     course: Course = []
 
     def look(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -112,7 +107,7 @@ def _signal(model: nn.Module, images: Tensor) -> tuple[Course, str | None]:
 
 
 def _growth(course: Course) -> list[str]:
-    """How the signal grew within the unit where it grew most."""
+    """Say how the signal grew within the unit where it grew most."""
     units: dict[str, list[float]] = {}
     for name, quantity, size in course:
         if name.startswith("unit ") and quantity == "input":
@@ -130,7 +125,7 @@ def _growth(course: Course) -> list[str]:
 
 
 def _causes(job: Job, images: Tensor, step: int) -> list[str]:
-    """The likely cause first: h if it was above its bound from the start, else the rate that made the weights grow."""
+    """Return the likely cause first: h if it was above its bound from the start, else the rate that made the weights grow."""
     worst, rate = _tightest(job.model, images), _learning_rate_cause(job, step)
     if worst is None:
         return [rate]
@@ -153,7 +148,7 @@ def _causes(job: Job, images: Tensor, step: int) -> list[str]:
 
 
 def _tightest(model: nn.Module, images: Tensor) -> LayerBound | None:
-    """The step that uses most of its bound, where bounds can be computed."""
+    """Return the step that uses most of its bound, where bounds can be computed."""
     try:
         from revode_lab.stability.bounds import largest_usage, step_bounds
 

@@ -1,4 +1,4 @@
-"""One process or many: who we are, what is summed over all, and how the network is replicated.
+"""One process or many: ranks, sums over all processes, and the replicated network.
 
 Under ``torchrun`` every process runs the same program. Rank 0 alone writes; batches are disjoint shares of one global
 batch; sums go over all processes. Without it, everything here is the identity.
@@ -44,7 +44,7 @@ class Group:
 
     @property
     def leads(self) -> bool:
-        """Whether this process writes files and speaks."""
+        """True for the process that writes files and prints."""
         return self.rank == 0
 
     @property
@@ -53,17 +53,17 @@ class Group:
         return torch.float32 if self.device.type == "mps" else torch.float64
 
     def forked_randomness(self) -> contextlib.AbstractContextManager[None]:
-        """A context that leaves the random streams as it found them."""
+        """Return a context that restores the RNG states."""
         return torch.random.fork_rng([self.device] if self.device.type == "cuda" else [])
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum of `tensor` over all processes."""
+        """Return the sum of `tensor` over all processes."""
         if self.world_size > 1:
             dist.all_reduce(tensor, group=self.hosts if tensor.is_cpu else None)
         return tensor
 
     def largest(self, value: int) -> int:
-        """The largest of all processes' values."""
+        """Return the largest of all processes' values."""
         if self.world_size == 1:
             return value
         tensor = torch.tensor(value)
@@ -71,7 +71,7 @@ class Group:
         return int(tensor)
 
     def on_grid(self, network: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """What `network` makes of x. If states leave the grid in one process, all raise `OutOfRange`, so that none waits."""
+        """Return network(x). If states leave the grid in one process, all raise `OutOfRange`, so that none waits."""
         fault, found = None, x
         try:
             found = network(x)
@@ -82,7 +82,7 @@ class Group:
         return found
 
     def decided_by_leader(self, decide: Callable[[], T]) -> T:
-        """What rank 0 decides, everywhere. If it finds bad input, rank 0 raises and says so, and the others leave quietly."""
+        """Return the decision of rank 0 in all processes. On bad input rank 0 raises, and the others exit without a message."""
         if self.world_size == 1:
             return decide()
         answers: list[T | ValueError | None] = [None]
@@ -103,7 +103,7 @@ class Group:
                 dist.broadcast(buffer, src=0)
 
     def gather(self, value: Any) -> list[Any]:
-        """Every process's value, in order of rank."""
+        """Return every process's value, in order of rank."""
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
@@ -138,7 +138,7 @@ def process_group(config: ExecutionConfig) -> Iterator[Group]:
 
 
 def choose_device(name: str, local_rank: int = 0) -> torch.device:
-    """The device called `name`; ``auto`` is this process's GPU if there is one."""
+    """Return the device called `name`; ``auto`` is this process's GPU if there is one."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -153,7 +153,7 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
 
 
 def replicate(model: nn.Module, group: Group) -> nn.Module:
-    """What to call in training: the model itself, or its replica (DDP)."""
+    """Return the module to call in training: the model itself, or its replica (DDP)."""
     if group.world_size == 1:
         return model
     devices = [group.device.index] if group.device.type == "cuda" else None
@@ -163,16 +163,6 @@ def replicate(model: nn.Module, group: Group) -> nn.Module:
     name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     options: dict[str, Any] = {"device_ids": devices, name: False}
     return nn.parallel.DistributedDataParallel(model, **options)
-
-
-@contextlib.contextmanager
-def gradients_stay_local(module: nn.Module, local: bool) -> Iterator[None]:
-    """Hold back the exchange of gradients, for all micro-batches of an update but the last."""
-    if local and isinstance(module, nn.parallel.DistributedDataParallel):
-        with module.no_sync():
-            yield
-    else:
-        yield
 
 
 _LETTING_GO = 0.3
@@ -187,12 +177,9 @@ class ProcessFailed(RuntimeError):
 
 
 def train_in_processes(config: Config, folder: Path, num_processes: int) -> dict[str, Any]:
-    """Train into `folder`, or go on with the run there, and return what its ``result.json`` holds.
+    """Train into `folder`, or go on with the run there, and return the content of its ``result.json``.
 
-    Args:
-        config: The configuration. Without a number of threads, the cores are divided among the processes.
-        folder: The run directory.
-        num_processes: How many; each takes an equal share of every batch.
+    Each process takes an equal share of every batch. Without a number of threads, the cores are divided among the processes.
 
     Raises:
         ProcessFailed: One of them failed, or the training diverged.
@@ -232,15 +219,14 @@ def _start(file: Path, folder: Path, num_processes: int, threads: int) -> list[s
     }
     return [
         subprocess.Popen(
-            [*command, "--resume", "auto"],
-            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            [*command, "--resume", "auto"], env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         )
         for rank in range(num_processes)
     ]
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], interruption: Interruption) -> list[int]:
-    """The exit codes. A signal is passed on once; when one process fails, the others get a moment to do so too."""
+    """Return the exit codes. A signal is passed on once; when one process fails, the others get a moment to do so too."""
     told, deadline = False, float("inf")
     while any(process.poll() is None for process in processes):
         if interruption.signal_number and not told:

@@ -1,4 +1,4 @@
-"""Everything a configuration stands for, built: data, network, optimizer, and the average of the weights; level by level.
+"""The data, network, optimizer and averaged weights of a configuration, level by level.
 
 The learning rate is a pure function of the step, so that a resumed run needs to remember nothing of it.
 """
@@ -20,20 +20,21 @@ from torch.optim.swa_utils import update_bn
 from revode.networks import NetworkConfig, Resampling, StagedClassifier, build, config_at_depth, model_config
 from revode.regularizers import decay_groups
 from revode_lab import data
-from revode_lab.training.config import Config, OptimizationConfig, parse_levels
+from revode_lab.training.config import Config, OptimizationConfig
 from revode_lab.training.distributed import Group, replicate
+from revode_lab.training.levels import parse_levels
 
 _NUM_MEASURED = 16
 """Batches on which a new level measures the statistics of its batch norms."""
 
 
 def build_model(config: Config, info: data.DatasetInfo, level: int = -1) -> StagedClassifier:
-    """The network of `config` for the images of a data set, at its last or an earlier level, with fresh weights."""
+    """Return the network of `config` for the images of a data set, at its last or an earlier level, with fresh weights."""
     return build(level_networks(config, info)[level])
 
 
 def level_networks(config: Config, info: data.DatasetInfo) -> list[NetworkConfig]:
-    """The network of every level, its ``image_size`` the level's edge; just the one that is named, where there are no levels.
+    """Return the network of every level, with the level's ``image_size``; without levels, the named one.
 
     In depth (Chang et al. 2018) a level starts with the weights of the one before, refined in time; in resolution (Haber et
     al. 2017) with the same weights on images whose pixels are averaged over fewer.
@@ -52,7 +53,7 @@ def level_networks(config: Config, info: data.DatasetInfo) -> list[NetworkConfig
 
 
 def network_options(config: Config, info: data.DatasetInfo) -> dict[str, Any]:
-    """The options of that network."""
+    """Return the options of that network."""
     settings = config.model
     if model_config(settings.name).scores_points:
         raise ValueError(
@@ -77,24 +78,20 @@ def network_options(config: Config, info: data.DatasetInfo) -> dict[str, Any]:
 
 
 def choose_images(config: Config, dataset: data.Dataset) -> tuple[data.Split, data.Split | None]:
-    """The images that a run trains on, and those that it holds out, if any."""
+    """Return the images that a run trains on, and those that it holds out, if any."""
     settings, seed = config.data, config.execution.seed
     split = data.subset(dataset.train, settings.train_fraction, seed)
     return data.hold_out(split, settings.validation, seed) if settings.validation else (split, None)
 
 
 class Job:
-    """A configured training: what is fixed (data, sizes) and what moves (weights, momentum, averages).
-
-    Args:
-        config: The configuration.
-        group: The processes it runs on.
-        level: Which of its levels it starts or goes on with.
+    """A configured training: its constants (data, sizes) and its state (weights, momenta, averages).
 
     Attributes:
+        level: The level that it is at.
         level_ends: Updates after which each level is over; there is one level if none are named.
         model: The network itself.
-        network: What to call in training: the model, perhaps replicated.
+        network: The model or its replica, to be called in training.
     """
 
     def __init__(self, config: Config, group: Group, level: int = 0) -> None:
@@ -109,7 +106,6 @@ class Job:
                 f"{self.dataset.image_size}: little would be left of them; give a smaller one"
             )
         self.train_split, self.validation_split = choose_images(config, self.dataset)
-        self.memory_format = torch.channels_last if execution.channels_last else torch.contiguous_format
         self.steps_per_epoch, self.num_steps = self._count_steps()
         self.levels = parse_levels(config.optimization.levels)
         ends = itertools.accumulate(level.epochs * self.steps_per_epoch for level in self.levels)
@@ -120,7 +116,6 @@ class Job:
         # Equal weights everywhere, then noise of its own for each process.
         torch.manual_seed(execution.seed + group.rank)
         self._train(model)
-        self.scaler = torch.amp.GradScaler(group.device.type, enabled=execution.autocast == "float16")
 
     def _train(self, model: StagedClassifier) -> None:
         """Make `model` the one that is trained."""
@@ -131,21 +126,21 @@ class Job:
         self.average = AveragedWeights(self.model, optimization.ema) if optimization.ema else None
 
     def level_at(self, step: int) -> int:
-        """The level of the update from `step` to `step + 1`; behind the end it is the last."""
+        """Return the level of the update from `step` to `step + 1`; behind the end it is the last."""
         return min(bisect.bisect_right(self.level_ends, step), len(self.level_ends) - 1)
 
     @property
     def is_exact(self) -> bool:
-        """Whether its states lie on the grid, which they may leave."""
+        """True if its states lie on the grid, which they may leave."""
         return bool(self.level_networks[self.level].exact)
 
     @property
     def is_cut(self) -> bool:
-        """Whether it is at a level before the last: at the end of a run, ``max_steps`` came first."""
+        """True at a level before the last: at the end of a run, ``max_steps`` came first."""
         return self.level < len(self.level_networks) - 1
 
     def work(self, step: int) -> float:
-        """What the updates up to `step` cost, in proportion."""
+        """Return the cost of the updates up to `step`, in proportion."""
         costs = [level.cost for level in self.levels] or [1]
         spans = zip(costs, [0, *self.level_ends], self.level_ends, strict=False)
         return sum(cost * (min(step, end) - start) for cost, start, end in spans if step > start)
@@ -182,82 +177,65 @@ class Job:
                     self.average.tensors[name].copy_(tensor)
 
     def _measure_statistics(self, epoch: int) -> None:
-        """Statistics of batch norms over the first batches of an epoch, the same in all processes."""
+        """Measure statistics of batch norms over the first batches of an epoch, the same in all processes."""
         size, seed = self.config.optimization.batch_size, self.config.execution.seed
         batches = itertools.islice(data.batches(len(self.train_split), size, seed=seed, epoch=epoch), _NUM_MEASURED)
         with self.autocast():
             update_bn((self.images(indices, epoch)[0] for indices in batches), self.model)
 
     def _count_steps(self) -> tuple[int, int]:
-        """Updates in an epoch and in all."""
-        settings, parts = self.config.optimization, self.group.world_size * self.config.optimization.accumulate
-        if settings.batch_size % parts:
-            raise ValueError(
-                f"batch size {settings.batch_size} does not divide into {settings.accumulate} micro-batches on each of "
-                f"{self.group.world_size} processes; use a multiple of {parts}"
-            )
-        data.batches(len(self.train_split), settings.batch_size, seed=0, epoch=0)  # refuses what cannot be cut
+        """Return the updates in an epoch and in all."""
+        settings, count = self.config.optimization, self.group.world_size
+        data.batches(len(self.train_split), settings.batch_size, seed=0, epoch=0, world_size=count)  # may refuse
         return count_steps(settings, len(self.train_split))
 
     def fresh_model(self, level: int | None = None) -> StagedClassifier:
-        """The network of a level with fresh weights, on its device and in its memory format, not yet wrapped."""
+        """Return the network of a level with fresh weights, on its device and in its memory format, not yet wrapped."""
         model = build(self.level_networks[self.level if level is None else level]).to(self.group.device)
-        return model.to(memory_format=self.memory_format)  # type: ignore[call-overload]
+        return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     @property
     def evaluation_split(self) -> tuple[str, data.Split] | None:
-        """What is scored during training: the held-out images, else the test images, which then choose nothing."""
+        """The images scored during training: the held-out ones, else the test images, which then choose nothing."""
         if self.validation_split is not None:
             return "validation", self.validation_split
         return None if self.dataset.test is None else ("test", self.dataset.test)
 
     def batches_from(self, step: int) -> Iterator[tuple[int, Tensor]]:
-        """The epoch and this process's images of every update from `step` on."""
+        """Yield the epoch and this process's images of every update from `step` on."""
         epoch, skip = divmod(step, self.steps_per_epoch)
+        count, size = len(self.train_split), self.config.optimization.batch_size
+        share = {"seed": self.config.execution.seed, "rank": self.group.rank, "world_size": self.group.world_size}
         while True:
-            for indices in data.batches(
-                len(self.train_split),
-                self.config.optimization.batch_size,
-                seed=self.config.execution.seed,
-                epoch=epoch,
-                rank=self.group.rank,
-                world_size=self.group.world_size,
-                start_step=skip,
-            ):
+            for indices in data.batches(count, size, epoch=epoch, start_step=skip, **share):
                 yield epoch, indices
             epoch, skip = epoch + 1, 0
 
     def images(self, indices: Tensor, epoch: int, level: int | None = None) -> tuple[Tensor, Tensor]:
-        """The images at `indices` as the network sees them in `epoch`, at this level or another, and their labels."""
+        """Return the images at `indices` as the network sees them in `epoch`, at this level or another, and their labels."""
         batch, settings = self.train_split.take(indices), self.config.data
         if settings.augment:
-            x = data.augment(
-                batch.images,
-                indices,
-                self.dataset,
-                seed=self.config.execution.seed,
-                epoch=epoch,
-                flips=settings.flips,
-                cutout=settings.cutout,
-                memory_format=self.memory_format,
-            )
+            draw: dict[str, Any] = {"seed": self.config.execution.seed, "epoch": epoch}
+            draw |= {"flips": settings.flips, "cutout": settings.cutout}
+            x = data.augment(batch.images, indices, self.dataset, **draw)
         else:
-            x = data.standardise(batch.images, self.dataset, memory_format=self.memory_format)
+            x = data.standardise(batch.images, self.dataset)
+        x = x.contiguous(memory_format=torch.channels_last)
         return data.resample(x, self.image_edge(level)), batch.labels
 
     def image_edge(self, level: int | None = None) -> int:
-        """The edge of images at this level, or at another."""
+        """Return the image size at this level, or at another."""
         return self.level_networks[self.level if level is None else level].image_size
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """The precision of the forward pass."""
+        """Return a context with the precision of the forward pass."""
         name = self.config.execution.autocast
         if name == "none":
             return contextlib.nullcontext()
         return torch.autocast(self.group.device.type, dtype=getattr(torch, name))
 
     def learning_rate(self, step: int) -> float:
-        """The learning rate of the update from `step` to `step + 1`."""
+        """Return the learning rate of the update from `step` to `step + 1`."""
         settings, first, last = self.config.optimization, 0, self.num_steps
         if settings.rate_per_level:
             level = self.level_at(step)
@@ -267,7 +245,7 @@ class Job:
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """Within, the model has its averaged weights, if it keeps an average."""
+        """Give the model its averaged weights inside, if it keeps an average."""
         if self.average is None:
             yield
             return
@@ -279,28 +257,21 @@ class Job:
 
 
 def make_optimizer(model: nn.Module, config: OptimizationConfig) -> torch.optim.SGD:
-    """SGD with momentum; convolution and linear weights decay, biases and norms do not."""
+    """Return SGD with momentum; convolution and linear weights decay, biases and norms do not."""
     return torch.optim.SGD(
         decay_groups(model, config.weight_decay), lr=config.lr, momentum=config.momentum, nesterov=config.nesterov
     )
 
 
 def count_steps(config: OptimizationConfig, num_images: int) -> tuple[int, int]:
-    """Updates in an epoch of this many images, and in all."""
+    """Return the updates in an epoch of this many images, and in all."""
     per_epoch = data.num_batches(num_images, config.batch_size)
     bounds = [config.max_steps, config.epochs and config.epochs * per_epoch]
     return per_epoch, min(bound for bound in bounds if bound is not None)
 
 
 def learning_rate(config: OptimizationConfig, step: int, num_steps: int, steps_per_epoch: int) -> float:
-    """The learning rate of the update from `step` to `step + 1`.
-
-    Args:
-        config: Peak, kind of schedule and its constants.
-        step: Updates done so far.
-        num_steps: Updates of the whole run.
-        steps_per_epoch: What an epoch's milestone is worth.
-    """
+    """Return the learning rate of the update from `step` to `step + 1` in a run of `num_steps`."""
     if config.schedule == "one-cycle":
         return config.lr * one_cycle(step / max(1, num_steps), config.warmup_fraction)
     if config.schedule == "step":
@@ -311,7 +282,7 @@ def learning_rate(config: OptimizationConfig, step: int, num_steps: int, steps_p
 
 
 def one_cycle(progress: float, rise: float, start: float = 0.04, end: float = 0.001) -> float:
-    """A cosine up from `start` to 1 over the share `rise` of the run, then a cosine down to `end` (Smith 2018)."""
+    """Return a cosine up from `start` to 1 over the share `rise` of the run, then a cosine down to `end` (Smith 2018)."""
     if progress < rise:
         return start + (1 - start) * 0.5 * (1 - math.cos(math.pi * progress / rise))
     return end + (1 - end) * 0.5 * (1 + math.cos(math.pi * (progress - rise) / (1 - rise)))
@@ -321,10 +292,6 @@ class AveragedWeights:
     """The exponential moving average of parameters and floating-point buffers.
 
     Its decay rises to `decay` as (1 + n) / (10 + n), so that the first, random weights do not linger.
-
-    Args:
-        model: The model to follow.
-        decay: What is kept of the average in each update.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:

@@ -28,7 +28,7 @@ from revode_lab.training import checkpoint
 from revode_lab.training.checkpoint import BEST, CONFIG, LAST, METRICS, PREVIOUS, RESULT, Position
 from revode_lab.training.config import Config
 from revode_lab.training.diagnosis import Diverged, diagnose, diagnose_weights
-from revode_lab.training.distributed import gradients_stay_local, process_group
+from revode_lab.training.distributed import process_group
 from revode_lab.training.job import Job
 from revode_lab.training.planning import make_plan, plan_lines
 from revode_lab.training.run import (
@@ -56,7 +56,7 @@ class Monitor(Protocol):
     """
 
     def on_step(self, model: nn.Module, step: int) -> Mapping[str, float]:
-        """Name -> number after update `step`."""
+        """Return name -> number after update `step`."""
         ...
 
 
@@ -69,16 +69,15 @@ def train(
     monitors: Sequence[Monitor] = (),
     given: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Train as `config` says and return what ``result.json`` holds.
+    """Train as `config` says and return the content of ``result.json``.
 
     Args:
         config: The configuration; on resume, the run's own takes its place.
         out: The run directory; by default a new one under ``runs``.
         resume: ``"auto"`` to go on with the run in `out` (or to start it, if there is none), or a run or checkpoint.
-        overwrite: Whether a run in `out` may be replaced.
-        monitors: Called along the way, besides what ``record.monitor`` names.
-        given: On resume, the settings of `config` that were asked for: they must agree with the run's own, unless they
-            only say where and how it runs.
+        overwrite: Replace a run in `out`.
+        monitors: Called along the way, besides that of ``record.monitor``.
+        given: On resume, the settings of `config` that were asked for. They must agree with the run's own, but `FREE` ones.
 
     Raises:
         ValueError: Bad input, or a file that cannot be read or written. Where only rank 0 can find it, the other processes
@@ -140,7 +139,7 @@ class Training:
     interruption: Interruption
     monitors: Sequence[Monitor]
     own_monitors: Sequence[Monitor] = ()
-    """Those that ``--monitor`` asks for; their images are of the level."""
+    """Monitors of ``--monitor``; their images are of the level."""
     last_score: Score | None = None
 
     def __post_init__(self) -> None:
@@ -190,28 +189,21 @@ class Training:
                 self._save()
 
     def compute_gradient(self) -> None:
-        """The gradient of the batch's mean loss with smoothness decay, left in the parameters, and its norm."""
+        """Compute the gradient of the batch's mean loss with smoothness decay, left in the parameters, and its norm."""
         job, settings = self.job, self.job.config.optimization
-        self.loss = torch.zeros_like(self.loss_sum)
-        parts = self.indices.chunk(settings.accumulate)
-        for number, part in enumerate(parts, 1):
-            x, labels = job.images(part, self.epoch)
-            with gradients_stay_local(job.network, number < len(parts)):
-                with job.autocast():
-                    scores = job.group.on_grid(job.network, x) if job.is_exact else job.network(x)
-                loss = F.cross_entropy(scores.float(), labels, label_smoothing=settings.label_smoothing)
-                job.scaler.scale(loss / len(parts)).backward()
-            self.loss += loss.detach().to(self.loss.dtype) * len(part)
-            self.num_correct += (scores.argmax(1) == labels).sum()
-        job.scaler.unscale_(job.optimizer)
+        x, labels = job.images(self.indices, self.epoch)
+        with job.autocast():
+            scores = job.group.on_grid(job.network, x) if job.is_exact else job.network(x)
+        loss = F.cross_entropy(scores.float(), labels, label_smoothing=settings.label_smoothing)
+        loss.backward()
+        self.loss = loss.detach().to(self.loss_sum.dtype) * len(self.indices)
+        self.num_correct += (scores.argmax(1) == labels).sum()
         if settings.smoothness:
             smoothness_gradient_(job.model, settings.smoothness)
         self.norm = nn.utils.get_total_norm([p.grad for p in job.model.parameters() if p.grad is not None])
         self.loss_sum += self.loss
         self.position.num_images += len(self.indices)
-        # Under float16 the scaler leaves out updates whose gradient is not finite.
-        scaled = job.scaler.is_enabled()
-        finite = ~self.loss.isnan() if scaled else self.loss.isfinite() & self.norm.isfinite()
+        finite = self.loss.isfinite() & self.norm.isfinite()
         self.broken_at = torch.where(finite | (self.broken_at >= 0), self.broken_at, self.position.step)
 
     def apply_gradient(self) -> None:
@@ -221,8 +213,7 @@ class Training:
             nn.utils.clip_grads_with_norm_(job.model.parameters(), clip, self.norm)
         for group in job.optimizer.param_groups:
             group["lr"] = job.learning_rate(self.position.step)
-        job.scaler.step(job.optimizer)
-        job.scaler.update()
+        job.optimizer.step()
         job.optimizer.zero_grad(set_to_none=True)
         if job.average is not None:
             job.average.update(job.model)
@@ -234,15 +225,14 @@ class Training:
         if step:
             self.progress.line(f"going on with {name} on {dataset} at step {step} of {self.job.num_steps}")
         else:
-            self.progress.line(f"training {name} on {dataset}, recipe {config.recipe}, in {self.folder}")
-            for line in plan_lines(self.plan):
-                self.progress.line(line)
+            lines = [f"training {name} on {dataset}, recipe {config.recipe}, in {self.folder}", *plan_lines(self.plan)]
             if self.job.levels:
-                self.progress.line(f"  levels       {config.optimization.levels}")
-                self.progress.line("               (the plan above is the last one's: it takes at most that)")
+                lines.append(f"  levels       {config.optimization.levels}")
+                lines.append("               (the plan above is the last one's: it takes at most that)")
+            self.progress.line("\n".join(lines))
 
     def _write(self, **values: Any) -> None:
-        """One line of metrics, by rank 0."""
+        """Write a line of metrics, by rank 0."""
         if self.metrics is not None:
             self.metrics.write(step=self.position.step, **values)
 
@@ -286,7 +276,7 @@ class Training:
         self.progress.line(text)
 
     def _evaluation_due(self) -> bool:
-        """Whether an evaluation belongs here: at the end of every few epochs, and at the end of the run."""
+        """Return True at the end of every few epochs, and at the end of the run."""
         step, every = self.position.step, self.job.config.record.evaluate_every * self.job.steps_per_epoch
         if self.position.evaluated_at == step or not step or self.job.evaluation_split is None:
             return False
@@ -339,7 +329,6 @@ class Training:
             self.job.group,
             batch_size=self.job.config.record.evaluation_batch_size,
             edge=self.job.image_edge(),
-            memory_format=self.job.memory_format,
             should_stop=lambda: stoppable and bool(self.interruption.signal_number),
             note=lambda done, total: self.progress.scoring(self.position.step, done, total),
         )
@@ -348,7 +337,7 @@ class Training:
         return score
 
     def final_score(self) -> tuple[Score | None, str]:
-        """The test score of the weights that are kept: the best on held-out images, else the last."""
+        """Return the test score of the weights that are kept: the best on held-out images, else the last."""
         weights_of = "last step"
         best = self.job.group.decided_by_leader(self._read_best)
         if best is not None:
@@ -364,7 +353,7 @@ class Training:
         return None if test is None else self._score(test, stoppable=False), weights_of
 
     def _read_best(self) -> dict[str, Any] | None:
-        """The best checkpoint so far; None without one, or if it is lost, which is said."""
+        """Return the best checkpoint so far; None without one, or, with a note, if it is lost."""
         step = self.position.best_step
         if step is None:
             return None
@@ -411,13 +400,13 @@ class Training:
             raise Diverged(step, f"loss {mean:.4g}, norm of the gradient {norm:.4g}", text, self.folder)
 
     def diverged(self, what: str) -> Diverged:
-        """The error for a run that broke here."""
+        """Return the error for a run that broke here."""
         step = self.position.step
         return Diverged(step, what, diagnose_weights(self.job, step), self.folder)
 
 
 def _lock_folder(config: Config, named: Path | None, stack: contextlib.ExitStack) -> Path:
-    """The run directory, for this process alone. One without a name that another process has just taken is left to it."""
+    """Lock and return the run directory. A directory without a name that another process has just taken is left to it."""
     if named is not None:
         stack.enter_context(locked(named))
         return named
@@ -431,7 +420,7 @@ def _lock_folder(config: Config, named: Path | None, stack: contextlib.ExitStack
 
 
 def _own_monitors(job: Job) -> list[Monitor]:
-    """The monitor that ``--monitor`` asks for, on the first training images without augmentation."""
+    """Return the monitor of ``--monitor``, on the first training images without augmentation."""
     if not job.config.record.monitor:
         return []
     from revode_lab.stability import StabilityMonitor

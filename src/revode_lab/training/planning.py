@@ -1,4 +1,4 @@
-"""What a run will cost, said before its first step: parameters, FLOPs, activation memory under each strategy, time.
+"""The cost of a run, said before its first step: parameters, FLOPs, activation memory under each strategy, time.
 
 Everything is measured on networks of its own, with the random states restored, so that planning changes no bit of a run.
 """
@@ -28,14 +28,14 @@ _MOST_RUNS, _ENOUGH = 7, 2.0
 
 
 def make_plan(job: Job) -> dict[str, Any]:
-    """Measure the network of the last level on one micro-batch; the plan is part of ``result.json``.
+    """Measure the network of the last level on one batch; the plan is part of ``result.json``.
 
     Returns:
         Trainable ``params``; ``flops_per_image`` of a forward pass; ``activation_bytes``, the peak kept for backward under
         each strategy; the run's own ``strategy``; ``seconds_per_step`` of an update; ``num_steps``.
     """
     settings = job.config.optimization
-    size = settings.batch_size // settings.accumulate // job.group.world_size
+    size = settings.batch_size // job.group.world_size
 
     def step(network: nn.Module, count: int = size) -> None:
         with job.autocast():
@@ -69,7 +69,7 @@ def make_plan(job: Job) -> dict[str, Any]:
         model.train()
         if model.config.compile:
             timed()  # compiling can be long, and is no part of a step
-        seconds = fastest(timed, job.group.device) * settings.accumulate
+        seconds = fastest(timed, job.group.device)
     return {
         "params": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "flops_per_image": flops.get_total_flops(),
@@ -81,7 +81,7 @@ def make_plan(job: Job) -> dict[str, Any]:
 
 
 def dry_run(config: Config) -> list[str]:
-    """What `config` would train, and what it would cost, for a reader; nothing is written."""
+    """Say what `config` would train and its cost, in lines; nothing is written."""
     with process_group(config.execution) as group:
         job = Job(config, group)
         plan = make_plan(job)
@@ -100,7 +100,7 @@ def dry_run(config: Config) -> list[str]:
 
 
 def plan_lines(plan: dict[str, Any]) -> list[str]:
-    """A plan for a reader, in lines of at most 80 characters."""
+    """Return a plan for a reader, in lines of at most 80 characters."""
     memory = ", ".join(f"{name} {human_bytes(count)}" for name, count in plan["activation_bytes"].items())
     return [
         f"  parameters   {plan['params']:,}",
@@ -112,7 +112,7 @@ def plan_lines(plan: dict[str, Any]) -> list[str]:
 
 
 def fastest(action: Callable[[], object], device: torch.device) -> float:
-    """Seconds of `action`: the shortest of some runs, since what else the machine does only makes them longer.
+    """Return seconds of `action`: the shortest of some runs, since what else the machine does only makes them longer.
 
     The first run also prepares kernels and does not count, unless it is so long that this makes no difference.
     """

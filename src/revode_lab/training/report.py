@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from revode.engine import ReversibleSequence
-from revode.networks import InvertibleClassifier
 from revode_lab import data
 from revode_lab.charts import Points, bars, lines, pictures, shares
 from revode_lab.files import human_bytes, human_time
@@ -22,13 +22,12 @@ from revode_lab.training.config import Config
 from revode_lab.training.run import Run, images_as_seen, load_run, read_metrics
 from revode_lab.training.terminal import passing
 
-_COLUMNS = 6
 _NUM_MISTAKES, _NUM_SHOWN = 12, 6
 _NUM_PROFILE_IMAGES = 16
 _SCAN = 200
 """Images scored at a time in the search for mistakes."""
 _EXACT = 1e-12
-"""What stands for an error of 0 on a logarithmic axis."""
+"""The place of an error of 0 on a logarithmic axis."""
 
 _CURVES = {
     "loss": (
@@ -43,13 +42,7 @@ _CURVES = {
 
 
 def write_report(folder: str | Path, data_root: str | None = None, out: str | Path | None = None) -> Path:
-    """Write the report of a run.
-
-    Args:
-        folder: The run.
-        data_root: Folder of the data sets; where its images are missing, the parts that need them are left out.
-        out: The page; ``report.html`` in the run unless given.
-    """
+    """Write the report of a run, to ``report.html`` in it unless `out` is given; parts without their images are left out."""
     if out is not None and Path(out).is_dir():
         raise ValueError(f"{out} is a directory; give the file to write, as {Path(out) / REPORT}")
     run = load_run(folder)
@@ -67,7 +60,6 @@ def write_report(folder: str | Path, data_root: str | None = None, out: str | Pa
         page.text(f"Parts that need the images are missing: {error}.")
     if dataset is not None:
         passing("report: the network over its depth")
-        _way_back(page, run, dataset)
         _depth(page, run, dataset)
     _classes(page, run, dataset)
     if dataset is not None and dataset.test is not None:
@@ -79,14 +71,7 @@ def write_report(folder: str | Path, data_root: str | None = None, out: str | Pa
 
 
 def write_course(folder: Path, config: Config, plan: dict[str, Any], where: str) -> Path:
-    """Write the page of a run that goes on, from what is known without computing; it loads itself anew every minute.
-
-    Args:
-        folder: The run.
-        config: Its configuration.
-        plan: What was measured before it.
-        where: How far it is, in words.
-    """
+    """Write the page of a run that goes on and is at `where`, without computing; the page loads itself anew every minute."""
     words = f"recipe {config.recipe}, seed {config.execution.seed}, {where}; this page follows the run"
     page = Page(f"{config.model.name} on {Path(config.data.dataset).name}", words, refresh=60)
     _curves(page, read_metrics(folder))
@@ -113,7 +98,7 @@ def _cards(page: Page, run: Run) -> None:
 
 
 def _curves(page: Page, rows: list[dict[str, Any]]) -> None:
-    """The course of what was logged, and of what ``--monitor`` wrote."""
+    """Return the course of what was logged, and of what ``--monitor`` wrote."""
     if not any(row["kind"] == "train" for row in rows):
         page.text("No metrics were logged yet.")
         return
@@ -131,7 +116,7 @@ def _curves(page: Page, rows: list[dict[str, Any]]) -> None:
 
 
 def _curve(page: Page, rows: list[dict[str, Any]], quantity: str, axis: str, caption: str) -> None:
-    """A quantity of the metrics over steps: a curve for training and for the evaluation split, where they have it."""
+    """Return a quantity of the metrics over steps: a curve for training and for the evaluation split, where they have it."""
     series: dict[str, Points] = {}
     scale = 100.0 if axis.endswith("%") else 1.0
     for kind in ("train", "evaluation", "monitor"):
@@ -160,32 +145,8 @@ def _memory(page: Page, plan: dict[str, Any] | None) -> None:
     page.figure(chart, f"{caption}.", f"Activation memory: {listing}")
 
 
-@torch.no_grad()
-def _way_back(page: Page, run: Run, dataset: data.Dataset) -> None:
-    """Images rebuilt from the last features of a network that is invertible as a whole."""
-    if not isinstance(run.model, InvertibleClassifier):
-        return
-    seen, _ = images_as_seen(dataset, dataset.test or dataset.train, _COLUMNS, run.model.config.image_size)
-    page.heading("Images found back")
-    mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in (dataset.mean, dataset.std))
-    images, found = (x * std + mean for x in (seen, run.model.inverse(run.model.features(seen))))
-    error = (found - images).abs().amax(dim=1, keepdim=True)
-    top = float(error.max())
-    rows = [
-        [(image, "image") for image in images],
-        [(image, "walked back") for image in found],
-        [(one, f"error ≤ {float(one.max()):.0e}" if float(one.max()) else "no error") for one in error],
-    ]
-    page.figure(
-        pictures(rows),
-        "Images, and what walking back from the last features finds of them. "
-        f"The largest error of a pixel is {top:.1e}, where white is 1 and black 0.",
-        f"{len(images)} images, and the same rebuilt with an error of at most {top:.1e}",
-    )
-
-
 def _unit_inputs(model: nn.Module, images: Tensor) -> list[tuple[Any, Any]]:
-    """Every reversible unit in the order of evaluation, with what it is given."""
+    """Return every reversible unit in the order of evaluation, with what it is given."""
     inputs: list[tuple[Any, Any]] = []
     units = [module for module in model.modules() if isinstance(module, ReversibleSequence)]
     hooks = [unit.register_forward_pre_hook(lambda unit, x: inputs.append((unit, x[0]))) for unit in units]
@@ -196,7 +157,7 @@ def _unit_inputs(model: nn.Module, images: Tensor) -> list[tuple[Any, Any]]:
 
 
 def _depth(page: Page, run: Run, dataset: data.Dataset) -> None:
-    """Reconstruction error and gradient over depth, a curve for each unit."""
+    """Return reconstruction error and gradient over depth, a curve for each unit."""
     edge = run.model.config.image_size
     images, labels = images_as_seen(dataset, dataset.test or dataset.train, _NUM_PROFILE_IMAGES, edge)
     errors = reconstruction_errors(run.model, images)
@@ -234,20 +195,18 @@ def _over_depth(page: Page, units: Mapping[str, list[float]], label: str, captio
 
 @torch.no_grad()
 def reconstruction_errors(model: nn.Module, images: Tensor) -> dict[str, list[float]]:
-    """Unit -> relative error of the state before each of its blocks, after walking back from its end.
+    """Return unit -> relative error of the state before each of its blocks, after walking back from its end.
 
     A unit whose final pair alone does not tell the way back has no numbers.
     """
-    return {f"unit {number}": _errors(unit, x) for number, (unit, x) in enumerate(_unit_inputs(model, images), 1)}
-
-
-def _errors(unit: ReversibleSequence, x: Any) -> list[float]:
     from revode_lab.stability import reconstruction_profile
 
-    try:
-        return reconstruction_profile(unit, x)[:-1]
-    except ValueError:
-        return []
+    found: dict[str, list[float]] = {}
+    for number, (unit, x) in enumerate(_unit_inputs(model, images), 1):
+        found[f"unit {number}"] = []
+        with contextlib.suppress(ValueError):
+            found[f"unit {number}"] = reconstruction_profile(unit, x)[:-1]
+    return found
 
 
 def _classes(page: Page, run: Run, dataset: data.Dataset | None) -> None:
@@ -273,7 +232,7 @@ def _classes(page: Page, run: Run, dataset: data.Dataset | None) -> None:
 
 @torch.no_grad()
 def _predictions(page: Page, run: Run, dataset: data.Dataset, test: data.Split) -> None:
-    """The first test images and the first mistakes, each with the confidence of the network."""
+    """Return the first test images and the first mistakes, each with the confidence of the network."""
     first: list[tuple[Tensor, str]] = []
     mistakes: list[tuple[Tensor, str]] = []
     names = dataset.class_names

@@ -46,11 +46,11 @@ from revode_lab.training.job import Job, build_model, choose_images
 from revode_lab.training.terminal import passing
 
 _DERIVED = ("model.onnx", "stability.html", "stability.json", "events.out.tfevents.*")
-"""What ``export``, ``analyze`` and ``--tensorboard`` add by default: of the same network, so it goes with it."""
+"""Default files of ``export``, ``analyze`` and ``--tensorboard``, which are removed with the run."""
 
 
 def holds_run(folder: Path) -> bool:
-    """Whether any file of a run lies in `folder`."""
+    """Return True if any file of a run lies in `folder`."""
     return any((folder / name).exists() for name in FILES)
 
 
@@ -66,7 +66,7 @@ def check_vacant(folder: Path) -> None:
 
 
 def vacant_folders(stem: Path) -> Iterator[Path]:
-    """Those of `stem`, and of `stem` with a number behind it, that hold no run yet."""
+    """Yield `stem`, and `stem` with a number behind it, where no run lies yet."""
     numbered = (stem.with_name(f"{stem.name}-{number}") for number in itertools.count(2))
     return (candidate for candidate in itertools.chain([stem], numbered) if not holds_run(candidate))
 
@@ -97,12 +97,8 @@ def _remove(folder: Path, *patterns: str) -> None:
 class MetricsLog:
     """``metrics.jsonl``: one JSON object a line, cut back on resume to what the checkpoint had seen.
 
-    Lines hold no times, so that a resumed run writes the very bytes of an uninterrupted one.
-
-    Args:
-        path: The file.
-        offset: Bytes to keep.
-        board: A TensorBoard writer that gets the numbers, too.
+    Lines hold no times, so that a resumed run writes the very bytes of an uninterrupted one. `offset` is the number of bytes to
+    keep, `board` a TensorBoard writer that gets the numbers, too.
     """
 
     def __init__(self, path: Path, offset: int = 0, board: Any = None) -> None:
@@ -117,7 +113,7 @@ class MetricsLog:
 
     def write(self, **values: Any) -> None:
         """Append one line."""
-        with self._speaking_of_room():
+        with self._report_write_errors():
             self._stream.write(json.dumps(values, allow_nan=False).encode() + b"\n")
             self._stream.flush()
         if self._board is not None:
@@ -127,12 +123,12 @@ class MetricsLog:
 
     def sync(self) -> int:
         """Make all lines durable and return their length in bytes."""
-        with self._speaking_of_room():
+        with self._report_write_errors():
             os.fsync(self._stream.fileno())
         return self._stream.tell()
 
     @contextlib.contextmanager
-    def _speaking_of_room(self) -> Iterator[None]:
+    def _report_write_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -150,19 +146,13 @@ class MetricsLog:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of ``metrics.jsonl``; a last line cut short by a crash is left out."""
+    """Return the lines of ``metrics.jsonl``; a last line cut short by a crash is left out."""
     return read_json_lines(folder / METRICS)
 
 
 @dataclass(frozen=True)
 class Score:
-    """What a network does on a split.
-
-    Attributes:
-        loss: Mean cross-entropy.
-        accuracy: Fraction of images whose class scores highest.
-        confusion: Counts, true classes down, predicted classes across.
-    """
+    """Mean cross-entropy and accuracy on a split, and the confusion matrix: true classes down, predicted classes across."""
 
     loss: float
     accuracy: float
@@ -178,7 +168,6 @@ def evaluate(
     *,
     batch_size: int,
     edge: int | None = None,
-    memory_format: torch.memory_format = torch.contiguous_format,
     should_stop: Callable[[], bool] = lambda: False,
     note: Callable[[int, int], None] = lambda done, total: None,
 ) -> Score | None:
@@ -199,7 +188,7 @@ def evaluate(
             if group.largest(int(should_stop())):
                 return None
             batch = split.take(shares[index] if index < len(shares) else torch.zeros(1, dtype=torch.int64))
-            x = data.standardise(batch.images, info, memory_format=memory_format)
+            x = data.standardise(batch.images, info).contiguous(memory_format=torch.channels_last)
             scores = group.on_grid(lambda x: model(data.resample(x, edge or info.image_size)), x).float()
             if index < len(shares):
                 loss += F.cross_entropy(scores, batch.labels, reduction="sum")
@@ -214,14 +203,12 @@ def evaluate(
 
 @dataclass(frozen=True)
 class Run:
-    """What lies in a run directory.
+    """The content of a run directory.
 
     Attributes:
-        folder: The directory.
-        config: Its configuration.
-        model: Its network, in evaluation mode; ``model.config.image_size`` is the edge of the images it was trained on last.
-        weights_of: Which weights these are, in words.
-        result: What ``result.json`` holds; empty before the run is finished.
+        model: Its network, in evaluation mode; ``model.config.image_size`` is that of the images it was trained on last.
+        weights_of: The origin of the weights, in words.
+        result: The content of ``result.json``; empty before the run is finished.
     """
 
     folder: Path
@@ -255,14 +242,14 @@ def load_run(folder: str | Path, device: str = "cpu") -> Run:
 
 
 def pretrained_run(name: str, dataset: str, device: str = "cpu") -> Run:
-    """The network `name` with the weights for `dataset` that come with the package, as a run that has no directory."""
+    """Return the network `name` with the weights for `dataset` that come with the package, as a run that has no directory."""
     model = load_pretrained(name, dataset).to(choose_device(device)).eval()
     config = from_leaves({"name": name, "dataset": dataset})
     return Run(Path(name), config, model, f"package for {dataset}", {})
 
 
 def score_run(run: Run, split: str = "test", data_root: str | None = None) -> Score:
-    """The score of a run's network on ``"test"``, ``"validation"`` (as it was held out) or ``"train"`` images."""
+    """Return the score of a run's network on ``"test"``, ``"validation"`` (as it was held out) or ``"train"`` images."""
     dataset = data.load(run.config.data.dataset, data_root or run.config.record.data_root)
     device = next(run.model.parameters()).device
     images = choose_split(run.config, dataset, split).to(device)
@@ -276,7 +263,7 @@ def score_run(run: Run, split: str = "test", data_root: str | None = None) -> Sc
 
 
 def choose_split(config: Config, dataset: data.Dataset, name: str) -> data.Split:
-    """The images a run calls by this name."""
+    """Return the images a run calls by this name."""
     if name == "test":
         return dataset.split("test")
     kept, held_out = choose_images(config, dataset)
@@ -290,18 +277,13 @@ def choose_split(config: Config, dataset: data.Dataset, name: str) -> data.Split
 def images_as_seen(
     dataset: data.Dataset, split: data.Split, count: int, edge: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first `count` images of a split, standardised and resampled to `edge`, and their labels."""
+    """Return the first `count` images of a split, standardised and resampled to `edge`, and their labels."""
     batch = split.take(torch.arange(min(count, len(split))))
     return data.resample(data.standardise(batch.images, dataset), edge or dataset.image_size), batch.labels
 
 
 def finish(
-    job: Job,
-    folder: Path,
-    position: Position,
-    plan: dict[str, Any],
-    score: Score | None,
-    weights_of: str,
+    job: Job, folder: Path, position: Position, plan: dict[str, Any], score: Score | None, weights_of: str
 ) -> dict[str, Any]:
     """Write ``model.safetensors``, ``result.json`` and ``report.html``; return the result."""
     try:
@@ -337,7 +319,7 @@ def finish(
 def make_result(
     job: Job, position: Position, plan: dict[str, Any], score: Score | None, weights_of: str
 ) -> dict[str, Any]:
-    """What ``result.json`` holds; accuracies are fractions."""
+    """Return the content of ``result.json``; accuracies are fractions."""
     config, trained = job.config, position.seconds - position.seconds_scoring
     return {
         "model": job.level_networks[job.level].name if job.is_cut else config.model.name,
@@ -369,11 +351,6 @@ TOLERANCE = 1e-4
 
 def export_onnx(folder: str | Path, path: str | Path, *, overwrite: bool = False) -> tuple[Path, float | None]:
     """Write the network of a run as ONNX, for any batch size, once it has given torch's scores.
-
-    Args:
-        folder: The run.
-        path: The file to write.
-        overwrite: Whether an existing file may be replaced.
 
     Returns:
         The path, and the largest relative difference of its scores to torch's; None where onnxruntime is not installed.
@@ -414,7 +391,7 @@ def _convert(model: nn.Module, images: Tensor) -> torch.onnx.ONNXProgram:
 
 @torch.no_grad()
 def _compare(program: torch.onnx.ONNXProgram, model: nn.Module, images: Tensor) -> float | None:
-    """The largest difference of class scores, on the batch and on a single image of it."""
+    """Return the largest difference of class scores, on the batch and on a single image of it."""
     if importlib.util.find_spec("onnxruntime") is None:
         return None
     worst = 0.0

@@ -1,4 +1,4 @@
-"""What a run says on the terminal, and what it hears from there: progress, and signals that ask it to stop.
+"""Progress on the terminal, and signals that ask a run to stop.
 
 A bar on a terminal, plain lines elsewhere; rank 0 speaks, the others are silent.
 """
@@ -31,28 +31,16 @@ def passing(text: str) -> None:
 
 
 class Progress:
-    """A context that shows the state of a run.
-
-    Args:
-        num_steps: Updates in the run.
-        images_per_step: Size of the global batch.
-        silent: Whether to say nothing at all.
-        work: What the updates up to a step cost, in any unit.
+    """A context that shows the state of a run; `work` is the cost of the updates up to a step, in any unit.
 
     Attributes:
         logged: The last line of metrics in words, which is shown until there is another.
     """
 
     def __init__(
-        self,
-        num_steps: int,
-        images_per_step: int,
-        silent: bool = False,
-        work: Callable[[int], float] = float,
+        self, num_steps: int, images_per_step: int, silent: bool = False, work: Callable[[int], float] = float
     ) -> None:
-        self._num_steps = num_steps
-        self._work = work
-        self._images_per_step = images_per_step
+        self._num_steps, self._work, self._images_per_step = num_steps, work, images_per_step
         self._silent = silent
         self._bar: Any = None
         self._task: Any = None
@@ -96,7 +84,7 @@ class Progress:
             self._show(step, f"scoring: {done / max(1, total):.0%}")
 
     def _due(self) -> bool:
-        """Whether to show anything now: a bar looks after its own pace, lines come seldom."""
+        """Return True if anything is to be shown now: a bar looks after its own pace, lines come seldom."""
         return not self._silent and (self._bar is not None or time.perf_counter() - self._last_line >= _QUIET_SECONDS)
 
     def _show(self, step: int, text: str) -> None:
@@ -121,7 +109,7 @@ class Progress:
 
 
 def memory_in_use() -> str:
-    """Peak of the GPU's memory if one is used, else of the memory of this process, in words."""
+    """Return peak of the GPU's memory if one is used, else of the memory of this process, in words."""
     import torch
 
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -134,8 +122,6 @@ class Interrupted(RuntimeError):
 
     Attributes:
         exit_code: 128 plus the signal's number: 130 for SIGINT, 143 for SIGTERM.
-        step: Updates done.
-        folder: The run directory.
     """
 
     def __init__(self, signal_number: int, step: int, folder: Path) -> None:

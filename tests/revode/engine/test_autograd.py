@@ -535,7 +535,7 @@ class TestAutocast:
         assert_agree(*grads, 2e-2)
 
     def test_the_check_catches_recomputation_outside_autocast(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from revode.engine.settings import Autocast
+        from revode.engine.call import Autocast
 
         monkeypatch.setattr(Autocast, "restore", lambda self: contextlib.nullcontext())
         with pytest.raises((AssertionError, ReversalError)):

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import revode.engine.replay
 import revode.engine.step
 from revode import MidPoint, ReversalError, ReversibleSequence, SymmetricField
-from revode.engine.branch import Arguments, BranchError, Replayed
-from revode.engine.settings import Autocast
+from revode.engine.branch import BranchError, Replayed
+from revode.engine.call import Arguments, Autocast
 from revode.schemes import Coupling
 
 Patch = pytest.MonkeyPatch

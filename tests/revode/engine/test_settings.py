@@ -14,9 +14,9 @@ import torch
 from gradients import assert_bitwise
 from torch import Tensor, nn
 
-import revode.engine.settings
+import revode.engine.call
 from revode import BranchError, Leapfrog, MidPoint, ReversalError, ReversibleSequence, SymmetricField
-from revode.engine.settings import SETTINGS
+from revode.engine.call import SETTINGS
 
 OTHER: dict[str, Any] = {
     "default_dtype": torch.float64,
@@ -26,6 +26,10 @@ OTHER: dict[str, Any] = {
     "float32_matmul_precision": "medium",
     "cublas_allow_fp16_reduced_precision_reduction": (False, True),
     "cublas_allow_bf16_reduced_precision_reduction": (False, True),
+    "cudnn_depthwise_kernel": "native",
+    "blas_preferred_backend": torch._C._BlasBackend.Cublaslt,
+    "linalg_preferred_backend": torch._C._LinalgBackend.Magma,
+    "rocm_fa_preferred_backend": torch._C._ROCmFABackend.AOTriton,
 }
 
 
@@ -54,7 +58,7 @@ class Reading(nn.Module):
 def _restored() -> Any:
     before = read_all()
     yield
-    revode.engine.settings._write(list(before.values()))
+    revode.engine.call._write(list(before.values()))
     assert read_all() == before
 
 
@@ -65,7 +69,10 @@ class TestEachSetting:
         torch.manual_seed(0)
         sequence = ReversibleSequence([Reading(name) for _ in range(3)], MidPoint(h=0.3)).float()
         loss = sequence(torch.randn(2, 4, dtype=torch.float32)).sum()
-        SETTINGS[name][1](other_value(name))
+        try:
+            SETTINGS[name][1](other_value(name))
+        except RuntimeError as error:
+            pytest.skip(f"this machine has one value of {name} only: {error}")
         around = read_all()
         loss.backward()
         assert read_all() == around  # the caller's settings are left alone
@@ -79,7 +86,7 @@ class TestEachSetting:
             torch.testing.assert_close(ours, stored.grad, check_dtype=False)
 
     def test_is_noticed_if_it_is_not_restored(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(revode.engine.settings.Settings, "restore", lambda self: contextlib.nullcontext())
+        monkeypatch.setattr(revode.engine.call.Settings, "restore", lambda self: contextlib.nullcontext())
         with pytest.raises(ReversalError):
             self.step(name)
 

@@ -15,7 +15,7 @@ from allocations import Allocations, storages
 from branches import SCHEMES, width
 from torch import Tensor, nn
 
-from revode import BDIA, AdditiveCoupling, Leapfrog, MidPoint, Momentum, ReversibleSequence, Walk
+from revode import BDIA, AdditiveCoupling, Leapfrog, MidPoint, Momentum, ReversibleSequence, Verlet, Walk
 
 
 def layer(features: int = 4) -> nn.Module:
@@ -123,6 +123,25 @@ class TestLoopsOfTheUsersOwn:
             again = walk.step(branches[0], states[1])
             found.append(gradients((again[1] * states[-1][1]).sum(), x, branches))
         assert_equal(*found)
+
+    @pytest.mark.parametrize("scheme", [MidPoint(h=0.2), Verlet(h=0.2)], ids=repr)
+    def test_a_branch_that_failed_can_be_tried_again(self, scheme: Any) -> None:
+        class Fails(nn.Module):
+            def forward(self, q: Tensor) -> Tensor:
+                raise RuntimeError("out of luck")
+
+        branches, x = layers(4, width(scheme, 4)), torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+        found = []
+        for fails in (False, True):
+            walk = Walk(scheme)
+            state: Any = walk.enter(x)
+            for branch in branches:
+                if fails:
+                    with pytest.raises(RuntimeError, match="out of luck"):
+                        walk.step(Fails(), state)
+                state = walk.step(branch, state)
+            found.append(gradients(walk.leave(state).square().sum(), x, branches))
+        assert_equal(*found, tolerance=0.0)
 
     def test_bad_options_are_one_sentence(self) -> None:
         with pytest.raises(ValueError, match="takes no memory_budget"):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from revode import ReversibleSequence
-from revode.networks import OdeConfig
+from revode.networks import NetworkConfig
 from revode.networks.classifier import make_body, smooth_in_time_
 from revode.networks.zoo import HORIZON
 
@@ -16,7 +16,7 @@ NORM = {"hamiltonian": "none", "hamiltonian-1layer": "none", "midpoint": "batch"
 def sequence_of_depth(num_blocks: int, family: str, **options: object) -> ReversibleSequence:
     """One unit of a network: 32 channels in fp64, as the notes tried it."""
     settings = {"horizon": HORIZON, "init": "smooth", "norm": NORM[family], "transition": "squeeze"} | options
-    config = OdeConfig(name="unit", family=family, blocks=(num_blocks,), channels=(32,), **settings)
+    config = NetworkConfig(name="unit", family=family, blocks=(num_blocks,), channels=(32,), **settings)
     sequence = make_body(config, 0)
     assert isinstance(sequence, ReversibleSequence)
     if config.init == "smooth":

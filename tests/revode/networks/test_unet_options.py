@@ -220,8 +220,11 @@ def test_a_copy_of_a_network_is_a_network():
         ({"dropout": 1.0}, r"dropout must lie in \[0, 1\), got 1.0"),
         ({"up_blocks": (1,)}, r"up_blocks must be a positive integer or 2 of them, got \(1,\)"),
         ({"strides": ((1, 2, 2), 2), "channels": (16, 30, 64)}, "behind the first of 8 and 16"),
-        ({"norm": "layer"}, "norm must be 'none' or 'batch' or 'instance' or 'group' or 'tv' for unet-3d, got 'layer'"),
-        ({"scheme": "revnet", "norm": "none"}, "norm must be 'batch' or 'instance' or 'group' or 'tv' for unet-3d"),
+        ({"norm": "no-norm"}, f"norm must be {' or '.join(map(repr, NORMS))} for unet-3d, got 'no-norm'"),
+        (
+            {"scheme": "revnet", "norm": "none"},
+            f"norm must be {' or '.join(repr(n) for n in NORMS if n != 'none')} for unet-3d",
+        ),
     ],
 )
 def test_contradictions_are_refused_in_one_sentence(options, message):

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from revode_lab.data.catalogue import LAYOUTS, DataFile, Layout
+from revode_lab.data.catalogue import INFOS, LAYOUTS, DataFile, Layout
 
 IMAGES_PER_FILE = 20
 
@@ -18,13 +18,14 @@ IMAGES_PER_FILE = 20
 def contents_of(name: str, file: DataFile) -> bytes:
     """Random contents for a file of the data set, in its official layout, with every class present where it fits."""
     generator = np.random.default_rng(list(file.name.encode()))
-    if name == "stl10":
+    layout = LAYOUTS[name]
+    if layout.encoding == "stl":
         if "_y" in file.name:
             return (1 + np.arange(IMAGES_PER_FILE) % 10).astype(np.uint8).tobytes()
         return generator.bytes(IMAGES_PER_FILE * 3 * 96 * 96)
     pixels = generator.integers(0, 256, (IMAGES_PER_FILE, 3072), dtype=np.uint8)
-    classes = (np.arange(IMAGES_PER_FILE) % 10).astype(np.uint8)[:, None]
-    labels = [classes] if name == "cifar10" else [classes // 5, classes]
+    classes = (np.arange(IMAGES_PER_FILE) % min(10, INFOS[name].num_classes)).astype(np.uint8)[:, None]
+    labels = [classes // 5, classes][-len(layout.label_keys) :]
     return np.concatenate([*labels, pixels], axis=1).tobytes()
 
 

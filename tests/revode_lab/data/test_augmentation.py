@@ -97,18 +97,6 @@ def test_border_is_the_mean_colour() -> None:
     assert set(pixels[:, 0].unique().tolist()) == {0.0, standardise(white, info)[0, 0, 0, 0].item()}
 
 
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_memory_format_changes_strides_only(memory_format: torch.memory_format) -> None:
-    info = describe("cifar10")
-    images, indices = random_images(info, 6), torch.arange(6)
-    plain = augment(images, indices, info, seed=0, epoch=0)
-    found = augment(images, indices, info, seed=0, epoch=0, memory_format=memory_format)
-    assert found.is_contiguous(memory_format=memory_format)
-    assert found.dtype == torch.float32
-    assert torch.equal(found, plain)
-    assert torch.equal(standardise(images, info, memory_format=memory_format), standardise(images, info))
-
-
 def test_the_input_stays_as_it_was() -> None:
     info = describe("digits")
     images = random_images(info, 5)
@@ -140,7 +128,7 @@ def test_a_batch_of_100_takes_milliseconds() -> None:
 
     def seconds() -> float:
         start = time.thread_time()
-        augment(images, indices, info, seed=0, epoch=0, memory_format=torch.channels_last)
+        augment(images, indices, info, seed=0, epoch=0)
         return time.thread_time() - start
 
     assert min(seconds() for _ in range(10)) < 0.024

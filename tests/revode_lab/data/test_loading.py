@@ -12,13 +12,17 @@ from revode_lab.data import INFOS, DatasetInfo, data_root, describe, load
 from revode_lab.data.catalogue import LAYOUTS
 
 FILE_SETS = list(LAYOUTS)
+OFFICIAL = {"digits": (10, 1, False), "cifar10": (10, 4, True), "cifar100": (100, 4, True), "stl10": (10, 12, True)}
 
 
 @pytest.mark.parametrize("info", INFOS.values(), ids=lambda info: info.name)
 def test_facts_are_complete(info: DatasetInfo) -> None:
     assert len(info.mean) == len(info.std) == info.channels
-    assert info.num_classes == len(set(info.class_names)) == (100 if info.name == "cifar100" else 10)
-    assert (info.pad, info.flip) == {"digits": (1, False), "stl10": (12, True)}.get(info.name, (4, True))
+    assert info.num_classes == len(set(info.class_names)) >= 2
+    assert min(info.std) > 0
+    assert min(info.num_train, info.num_test) > 0
+    if info.name in OFFICIAL:
+        assert (info.num_classes, info.pad, info.flip) == OFFICIAL[info.name]
 
 
 @pytest.mark.parametrize("name", FILE_SETS)

@@ -177,8 +177,7 @@ def test_dry_run_lists_tasks_with_estimates_and_does_nothing(tmp_path, capsys):
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_the_tasks_of_every_item_are_listed_in_80_columns(budget, monkeypatch):
     monkeypatch.setattr("revode_lab.reproduce.task.measured_rate", lambda: 1e10)
-    for module in ("task", "depth", "stability"):  # each has the name of its own
-        monkeypatch.setattr(f"revode_lab.reproduce.{module}.forward_flops", lambda *_: 10**9)
+    monkeypatch.setattr("revode_lab.reproduce.task.NetworkTask.forward_flops", lambda self: 10**9)
     for item in ITEMS:
         setup = Setup(budget=budget, data_root="no-such-folder")
         assert [line for line in listing(find_item(item).plan(setup).tasks, setup) if len(line) > 80] == []

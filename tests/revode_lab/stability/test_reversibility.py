@@ -12,7 +12,6 @@ from revode_lab.stability import (
     amplification,
     drift,
     gradient_error,
-    linear_revnet,
     reconstruction_error,
     reconstruction_profile,
     step_map,
@@ -28,11 +27,21 @@ def state(channels=8):
 
 
 def test_predicted_and_simulated_growth_agree_over_a_grid():
-    found = linear_revnet(torch.linspace(-3, 3, 13), torch.linspace(-3, 3, 13))
-    assert float((found.simulated - found.predicted).abs().max()) < 1e-3
-    assert float((found.predicted[found.stable] - 1.0).abs().max()) < 1e-6
-    assert bool((found.predicted[~found.stable] > 1.0).all())
-    assert 0 < int(found.stable.sum()) < found.stable.numel()
+    """The linear RevNet Y+ = Y + βZ, Z+ = Z + αY+ is stable where -4 ≤ αβ ≤ 0."""
+    alpha, beta = torch.meshgrid(*[torch.linspace(-3, 3, 13, dtype=torch.float64)] * 2, indexing="ij")
+    predicted = amplification(AdditiveCoupling(), beta, alpha).abs().amax(-1)
+    step = step_map(AdditiveCoupling(), (lambda z: beta * z, lambda y: alpha * y))
+    y, z, logs, num_steps = torch.full_like(alpha, 0.6), torch.full_like(alpha, 0.8), torch.zeros_like(alpha), 20_000
+    for index in range(num_steps):
+        y, z = step((y, z))
+        norm = torch.hypot(y, z)
+        y, z = y / norm, z / norm
+        logs += norm.log() * (index >= num_steps // 2)  # the first half turns the state into the direction that grows
+    assert float(((2 * logs / num_steps).exp() - predicted).abs().max()) < 1e-3
+    stable = (alpha * beta <= 0.0) & (alpha * beta >= -4.0)
+    assert float((predicted[stable] - 1.0).abs().max()) < 1e-6
+    assert bool((predicted[~stable] > 1.0).all())
+    assert 0 < int(stable.sum()) < stable.numel()
 
 
 def test_revnet_roots_are_the_papers():

@@ -31,7 +31,7 @@ from revode_lab.training.terminal import Interruption, Progress
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "exact, averaged, clipped": {"exact": 14, "ema": 0.9, "clip": 1.0, "nesterov": True},
-    "accumulated, without augmentation": {"accumulate": 2, "augment": False},
+    "without augmentation": {"augment": False},
     "with cutout and label smoothing": {"cutout": 2, "flips": "alternating", "label_smoothing": 0.1},
 }
 

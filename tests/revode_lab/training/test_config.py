@@ -79,7 +79,6 @@ def test_a_wrong_file_is_refused_in_one_sentence(text, message, tmp_path, capsys
         ({"lr": float("nan")}, "lr is nan"),
         ({"ema": 1.0}, "ema is 1.0"),
         ({"train_fraction": 0}, "train_fraction is 0"),
-        ({"batch_size": 10, "accumulate": 3}, "does not divide the batch size 10"),
         ({"epochs": None}, "both none"),
         ({"schedule": "step"}, "without milestones"),
         ({"nesterov": True, "momentum": 0}, "needs momentum"),

@@ -83,9 +83,9 @@ def losses(folder: Path) -> list[float]:
 
 def test_two_processes_train_as_one(tmp_path, monkeypatch):
     monkeypatch.setattr("revode_lab.training.job.build", without_batch_statistics)
-    settings = {"max_steps": 20, "lr": 0.1, "ema": 0.9, "accumulate": 2}
+    settings = {"max_steps": 20, "lr": 0.1, "ema": 0.9}
     train(tiny(**settings), tmp_path / "one")
-    out = torchrun(TWO, tmp_path / "two", "max_steps=20", "lr=0.1", "ema=0.9", "accumulate=2")
+    out = torchrun(TWO, tmp_path / "two", "max_steps=20", "lr=0.1", "ema=0.9")
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=1e-5)
     assert [row["accuracy"] for row in read_rows(tmp_path / "two", "evaluation")] == pytest.approx(
         [row["accuracy"] for row in read_rows(tmp_path / "one", "evaluation")], abs=0.01

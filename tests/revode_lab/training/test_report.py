@@ -97,12 +97,6 @@ def test_reconstruction_errors_of_schemes_that_halve(scheme, exact, tells):
     assert all(error < 1e-5 for error in errors)
 
 
-def test_an_invertible_network_shows_its_way_back(tmp_path):
-    options = {"blocks": [1, 1], "channels": [4, 16], "transition": "squeeze"}
-    train(tiny(max_steps=1, options=options, report=True), tmp_path / "run")
-    assert "<h2>Images found back</h2>" in (tmp_path / "run" / "report.html").read_text()
-
-
 def test_an_exact_run_under_a_memory_budget_has_a_report_with_what_its_monitor_wrote(tmp_path):
     result = train(tiny(max_steps=1), tmp_path / "plain")["plan"]["activation_bytes"]
     options = {"memory_budget": (result["reversible"] + result["store"]) // 2}

@@ -1,8 +1,9 @@
-"""Models that exist already, run reversibly: `convert` and `revert`.
+"""Converted blocks.
 
-A converted block is an instance of a subclass of its own class that overrides ``forward``: each call is one step of a walk, one
-autograd node, made inside the module's call, so that module hooks (FSDP2's among them) stay outside. Nothing is changed in the
-model's loop. A block goes on with a walk if its input is, by autograd and by storage, what was handed out last, or begins one.
+A converted block is an instance of a subclass of its own class that overrides ``forward``. Each call is one step of a walk: one
+autograd node, made inside the module's call, so that module hooks (FSDP2's among them) stay outside. The model's loop is not
+changed. A block continues a walk if its input is, by autograd and by storage, the tensor that the walk handed out last.
+Otherwise it begins one.
 """
 
 from __future__ import annotations
@@ -13,39 +14,35 @@ import logging
 import math
 import warnings
 import weakref
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from revode.engine.branch import Arguments, Context, Replayed, alias, tensor_leaves
+from revode.conversion.hugging_face import Collector, is_cache, is_filled, refuse_updates
+from revode.engine.branch import Context, Replayed
+from revode.engine.call import Arguments, alias, compilation_is_possible, eagerly, tensor_leaves, version_of
 from revode.engine.grid import DEFAULT_BITS, Grid, gradient_in_strides, magnitude
-from revode.engine.path import Path
-from revode.engine.replay import is_replaying, version_of
+from revode.engine.path import Path, entered
+from revode.engine.replay import is_replaying
 from revode.engine.step import Step, advance
 from revode.engine.strategy import Strategy
-from revode.engine.tracing import compilation_is_possible, eagerly
-from revode.engine.walk import entered
-from revode.errors import unknown
-from revode.hugging_face import Collector, is_cache, is_filled, refuse_updates
 from revode.memory import adds
-from revode.schemes import BDIA, Coupling, Scheme
+from revode.schemes import Coupling, Scheme
 
-Model = TypeVar("Model", bound=nn.Module)
 _log = logging.getLogger("revode")
 
 
 @dataclass
 class Conversion:
-    """What the converted blocks of a model share."""
+    """The scheme, strategy and counts that the converted blocks of a model share."""
 
     scheme: Scheme
     strategy: Strategy
     chooses_bits: bool
-    """Whether the grid's bits are chosen from the states of the first batch."""
+    """True if the grid's bits are chosen from the states of the first batch."""
     magnitudes: dict[int, float] = field(default_factory=dict)
     """The largest magnitude of a state behind each block, until the bits are chosen."""
     num_calls: int = 0
@@ -53,10 +50,9 @@ class Conversion:
     warned: set[str] = field(default_factory=set)
     leaves_out_cache: bool = False
     is_trained: bool = False
-    """Whether gradients were recorded in a call."""
+    """True if gradients were recorded in a call."""
 
     def warn(self, topic: str, text: str) -> None:
-        """Warn once of a topic."""
         if topic not in self.warned:
             self.warned.add(topic)
             warnings.warn(text, stacklevel=6)
@@ -74,7 +70,7 @@ class Conversion:
         return None if self.chooses_bits else self.strategy.grid_for(scheme)
 
     def watch(self, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        """Warn if a call of the model trained past the blocks; raise if it misses a cache that was asked for. Its hook."""
+        """Warn if the model trained past its blocks; raise if it misses a cache that was asked for. (A hook of the model.)"""
         before, left_out, name = self.num_calls_before, self.leaves_out_cache, type(model).__name__
         self.num_calls_before, self.leaves_out_cache = self.num_calls, False
         if left_out and (kwargs.get("use_cache") or any(map(is_cache, kwargs.values()))):
@@ -89,7 +85,7 @@ class Conversion:
 
 @dataclass(eq=False)
 class Head:
-    """Where a walk can go on: owned by the tensor that was handed out, so that nothing lives longer than that."""
+    """A point from which a walk can continue. The tensor that was handed out owns it, so that nothing outlives that tensor."""
 
     path: Path | None
     """The steps so far; None where no gradients were recorded."""
@@ -99,12 +95,12 @@ class Head:
     """The number of steps so far."""
     grid: Grid | None
     handed: Tensor
-    """What was handed out: a copy of q in the model's dtype. Detached."""
+    """The tensor that was handed out: a copy of q in the model's dtype. Detached."""
     version: int | None
     is_used: bool = False
 
     def fits(self, x: Tensor) -> bool:
-        """Return whether x is what was handed out, as it was."""
+        """Return True if x is the tensor that was handed out, unchanged."""
         then = self.handed
         same = (then.shape, then.stride(), self.version) == (x.shape, x.stride(), version_of(x))
         return same and (torch.compiler.is_compiling() or then.data_ptr() == x.data_ptr())
@@ -115,7 +111,7 @@ _ALIASES = ("AliasBackward0", "ViewBackward0", "RegisterPostBackwardFunctionBack
 
 
 def _head_of(x: Tensor) -> Head | None:
-    """Return the head that x continues, if x is what a walk handed out last."""
+    """Return the head that x continues, or None."""
     if x.grad_fn is None:
         head = getattr(x, "_revode_head", None)
         head = head if head is not None and head.path is None else None
@@ -130,7 +126,7 @@ def _head_of(x: Tensor) -> Head | None:
 class _TakeBack(torch.autograd.Function):
     """The state q of which x is the copy that was handed out in a lower precision.
 
-    The gradient goes both ways: rounded through x, which hooks on x see, and what rounding leaves through q.
+    Hooks on x see the rounded gradient; the rest of the gradient goes to q.
     """
 
     @staticmethod
@@ -152,9 +148,9 @@ class _BlockEvaluation(Replayed):
     dtype: torch.dtype
     handed_dtype: torch.dtype
     is_whole = False
-    """Whether the step is the plain q + F(q), which is block(q) to the bit."""
+    """True if the step is the plain q + F(q), which is block(q) to the bit."""
     kind: Any = None
-    """What the block returns: None for a tensor, or the type of its tuple or list."""
+    """The type of the tuple or list that the block returns; None for a tensor."""
     collector: Collector
 
     def call(self, q: Tensor, kwargs: dict[str, Any]) -> Any:
@@ -184,7 +180,7 @@ class _BlockEvaluation(Replayed):
                 "the shape, as by blocks=slice(1, None), or give the path of another list"
             )
         self.handed_dtype = y.dtype
-        looks = y.requires_grad and q.requires_grad and self.context.warns_of("skip")  # once
+        looks = y.requires_grad and q.requires_grad and self.context.warns_of("skip")
         if looks and not adds(y, q, lambda name: not name.startswith(_MIXING)):
             warnings.warn(
                 f"{self.name} has no skip connection: if the model adds it, as in x = x + block(x), the converted model "
@@ -197,11 +193,11 @@ class _BlockEvaluation(Replayed):
 
 
 _MIXING = ("Convolution", "MkldnnConvolution", "Mm", "Addmm", "Bmm", "Baddbmm", "Linear", "MkldnnLinear", "ScaledDot")
-"""Operations that no skip connection goes through, as their nodes in a graph begin."""
+"""Operations that no skip connection goes through, by the beginning of their nodes' names."""
 
 
 class Converted:
-    """Mixed into the class of a converted block: its forward is a step of a walk."""
+    """A mixin for the class of a converted block, whose forward is a step of a walk."""
 
     _converted_from: type[nn.Module]
     _revode: Any
@@ -227,15 +223,15 @@ class Converted:
 
 
 @functools.cache
-def _converted_class(kind: type[nn.Module]) -> type[nn.Module]:
+def converted_class(kind: type[nn.Module]) -> type[nn.Module]:
     """Return the class of converted blocks of a kind, under the name of that kind."""
     members = {"_converted_from": kind, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
     return type(kind.__name__, (Converted, kind), members)
 
 
 def _restore(kind: type[nn.Module]) -> nn.Module:
-    """Make a converted block to be filled, for pickle and copy."""
-    return object.__new__(_converted_class(kind))
+    """Make an empty converted block, for pickle and copy."""
+    return object.__new__(converted_class(kind))
 
 
 def _inner(block: Any) -> Any:
@@ -245,7 +241,7 @@ def _inner(block: Any) -> Any:
 
 
 def _step(block: Any, scheme: Scheme, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return what a converted block returns, with the state behind its step of a walk in place of its own."""
+    """Return the block's own outputs, with the state behind its step of a walk in place of the first."""
     conversion, name, number, _ = block._revode
     conversion.num_calls += 1
     x, args, kwargs = _state_of(block, args, kwargs)
@@ -279,7 +275,7 @@ def _step(block: Any, scheme: Scheme, args: tuple[Any, ...], kwargs: dict[str, A
             path = path or Path(length, conversion.strategy.verify)
             (p, q), rest, evaluation = path.run_here(make, p, q)
         else:
-            step = make()
+            step: Any = make()
             u, rest = step.evaluation.stored(q, given)
             evaluation, path, (p, q) = step.evaluation, None, (q, advance(context, step.coupling, number, p, q, u))
             context.note(q, f"after {name}")
@@ -288,8 +284,8 @@ def _step(block: Any, scheme: Scheme, args: tuple[Any, ...], kwargs: dict[str, A
     finally:
         context.close()
     assert isinstance(evaluation, _BlockEvaluation)
-    handed: Any = q.to(evaluation.handed_dtype, copy=True)  # the loop may change it, and the walk keeps its own
-    if head is not None:  # nobody goes on from there
+    handed: Any = q.to(evaluation.handed_dtype, copy=True)  # the loop may change its copy; the walk keeps q
+    if head is not None:  # only one block may continue from there
         head.is_used, head.path, head.p, head.q = True, None, None, head.handed
     handed._revode_head = Head(path, p, q, index + 1, grid, handed.detach(), version_of(handed))
     if handed.grad_fn is not None:
@@ -348,162 +344,3 @@ def _without_caches(conversion: Conversion, name: str, values: dict[Any, Any]) -
         refuse_updates(cache)
         values = {**values, key: None}
     return values
-
-
-def convert(
-    model: Model,
-    path: str | Sequence[str] | None = None,
-    scheme: Scheme | None = None,
-    *,
-    blocks: slice = slice(None),
-    **options: Any,
-) -> Model:
-    """Run residual blocks of a model reversibly; return the model, which is changed.
-
-    Parameters, the keys of the ``state_dict``, the model's own loop and its hooks stay. With `BDIA` the model in eval mode is
-    the unconverted one, bit for bit. With other schemes it is another network with the same weights, to be fine-tuned.
-
-    The cost: beside one float32 pair, 1, 2, 4, 4, 8 or 8 bits are kept of each element and block for a blend of 2^-1 to 2^-6,
-    and nothing for ``MidPoint(h)``. Training a trained model on with BDIA's signs costs quality: 0.1 % of the loss
-    with the default, 5.6 % with ±1/2 (docs/transformers.md). An untrained model need not pay it: use `MidPoint`, or write it
-    with `AdditiveCoupling`.
-
-    >>> layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, norm_first=True)
-    >>> model = convert(nn.TransformerEncoder(layer, 12, enable_nested_tensor=False))
-    >>> model(torch.randn(2, 5, 16)).sum().backward()
-
-    Args:
-        model: the model.
-        path: of its ``nn.ModuleList`` or ``nn.Sequential`` of blocks, as in ``"transformer.h"``; ``""`` is the model itself;
-            several paths for several lists. Without it, the longest list of blocks of one class is taken.
-        scheme: how to run them: a scheme on one tensor; ``BDIA(blend=1/16)`` by default.
-        blocks: which of them, if some change the shape.
-        options: of `Strategy`: ``backprop``, ``exact``, ``anchor_every``, ``verify``. A blend below 1/2 implies ``exact``:
-            unless given, its bits are chosen from the states of the first batch, in which each block keeps its input.
-    """
-    if isinstance(path, list | tuple):
-        lists = [blocks_of(model, each)[1] for each in path]  # all are looked for before the first is changed
-        for each in lists:
-            convert(model, each, scheme, blocks=blocks, **options)
-        return model
-    others = lists_like_the_longest(model)[1:] if path is None else []
-    container, path = blocks_of(model, path)
-    children = {f"{path}.{i}".lstrip("."): getattr(m, "_orig_mod", m) for i, m in enumerate(container.children())}
-    chosen = dict(list(children.items())[blocks])
-    if blocks.step not in (None, 1) or not chosen:
-        raise ValueError(f"blocks must be a slice without step that chooses some of {len(children)}, got {blocks}")
-    time_first = any(isinstance(m, nn.MultiheadAttention) and not m.batch_first for m in container.modules())
-    scheme = BDIA(blend=1 / 16, batch_dim=int(time_first)) if scheme is None else scheme
-    if not isinstance(scheme, Scheme) or scheme.splits:
-        raise ValueError(f"convert takes a scheme that keeps the state whole, as BDIA() or MidPoint(), got {scheme!r}")
-    strategy = Strategy().replace(**options)
-    strategy.check_scheme(scheme)
-    if strategy.memory_budget is not None or strategy.compile:
-        raise ValueError("convert takes no memory_budget and does not compile: use ReversibleSequence")
-    for name, block in chosen.items():
-        if isinstance(block, Converted):
-            raise ValueError(f"{name} is converted already: revode.revert the model first")
-        if isinstance(block, torch.jit.ScriptModule):
-            raise ValueError(f"{name} is TorchScript code, which cannot be converted: give the module it was made from")
-    amplifies = scheme.shift is not None and 0.0 < abs(scheme.carry) < 0.5  # rounding, by 1 / |carry| at each step back
-    chooses_bits = amplifies and "exact" not in options and strategy.backprop == "reversible"
-    distinct = {block: name for name, block in reversed(chosen.items())}  # a block may be in the list twice
-    conversion = Conversion(scheme, strategy, chooses_bits)
-    for number, (block, name) in enumerate(reversed(distinct.items())):
-        own = block.__dict__.pop("forward", None)
-        block.__dict__["_revode"] = conversion, f"the converted block {name}", number, own
-        block.__class__ = _converted_class(type(block))
-    if type(model).forward is not nn.Module.forward and not isinstance(model, Converted):
-        model.register_forward_hook(conversion.watch, with_kwargs=True)
-    kind = type(next(iter(distinct))).__name__
-    _log.info("converted %d blocks %s of %r, %r", len(distinct), kind, path, scheme)
-    if others:
-        _log.warning(
-            "converted %d blocks %s of %r only; %s hold such blocks, too: convert takes a list of paths",
-            *(len(distinct), kind, path, ", ".join(map(repr, others))),
-        )
-    return model
-
-
-def revert(model: Model) -> Model:
-    """Undo `convert`: the blocks run as before; return the model, which is changed.
-
-    **Warning:** with another scheme than `BDIA`, a model that was trained as converted computes something else afterwards.
-
-    >>> revert(convert(nn.Sequential(*[nn.Sequential(nn.Linear(4, 4)) for _ in range(3)]), ""))[0](torch.ones(4)).shape
-    torch.Size([4])
-    """
-    found: list[Any] = [module for module in model.modules() if isinstance(module, Converted)]
-    if not found:
-        raise ValueError(f"{type(model).__name__} has no converted blocks to revert")
-    for conversion in conversions_in(model):
-        scheme = conversion.scheme.in_eval()
-        if conversion.is_trained and not (scheme.carry == 0.0 and scheme.coupling(0).is_plain):
-            _log.warning(
-                "a model that was trained with %r computes something else when it is reverted", conversion.scheme
-            )
-    for block in found:
-        own = block.__dict__.pop("_revode")[3]
-        if own is not None:
-            block.__dict__["forward"] = own
-        block.__class__ = block._converted_from
-    for module in model.modules():
-        for key, hook in list(module._forward_hooks.items()):
-            if isinstance(getattr(hook, "__self__", None), Conversion):
-                del module._forward_hooks[key], module._forward_hooks_with_kwargs[key]
-    return model
-
-
-def blocks_of(model: nn.Module, path: str | None = None) -> tuple[Any, str]:
-    """Return the list of blocks at `path`, or the longest one, and its path."""
-    lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential)}
-    if not lists:
-        raise ValueError(f"{type(model).__name__} has no nn.ModuleList or nn.Sequential of blocks to convert")
-    if path is not None and not isinstance(path, str):
-        raise TypeError(f"path must be the path of a list of blocks, got {path!r}; give a scheme by scheme=…")
-    if path is not None and path in lists:
-        return lists[path], path
-    candidates = {name: found for name, found in lists.items() if _are_blocks(found)}
-    if path is not None:
-        raise unknown(f"list of blocks in {type(model).__name__}", path, _outermost(candidates or lists))
-    longest = max(map(len, candidates.values()), default=0)
-    found = _outermost([name for name, blocks in candidates.items() if len(blocks) == longest])
-    if len(found) != 1:
-        names = [repr(name) for name in found or lists]
-        shown = ", ".join(names[:_MOST_NAMED]) + (", ..." if len(names) > _MOST_NAMED else "")
-        raise ValueError(
-            f"{type(model).__name__} does not tell which blocks to convert: give a path, or a list of paths. "
-            f"Its lists of {'equal blocks' if found else 'modules'}: {shown}"
-        )
-    return lists[found[0]], found[0]
-
-
-_MOST_NAMED = 10
-"""Lists of blocks that a message names."""
-
-
-def _outermost(names: Iterable[str]) -> list[str]:
-    """Return the paths that lie in no other of them."""
-    names = list(names)
-    return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
-
-
-def lists_like_the_longest(model: nn.Module) -> list[str]:
-    """Return the path that `convert` takes by default, and those of all lists of blocks of its classes."""
-    blocks, path = blocks_of(model)
-    kinds = {type(block) for block in blocks}
-    lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential) and len(m)]
-    return [path, *(name for name, m in lists if name != path and {type(block) for block in m} <= kinds)]
-
-
-def _are_blocks(modules: Any) -> bool:
-    """Return whether modules look like residual blocks: made of modules, and of one class or one base class."""
-    made = all(any(True for _ in m.children()) and not isinstance(m, nn.ModuleList | nn.ModuleDict) for m in modules)
-    kinds = [set(type(module).__mro__) for module in modules]
-    return made and bool(kinds and set.intersection(*kinds) - set(nn.Module.__mro__))
-
-
-def conversions_in(model: nn.Module) -> list[Conversion]:
-    """Return what the converted blocks of a model share, once each."""
-    shared = {id(block._revode[0]): block._revode[0] for block in model.modules() if isinstance(block, Converted)}
-    return list(shared.values())
