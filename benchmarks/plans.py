@@ -1,4 +1,4 @@
-"""Predict the bytes of a training step under nnU-Net's plans: its own network, ours stored, ours reversible.
+"""What nnU-Net's plans take: bytes of a training step, as nnU-Net's own network, stored, and reversible.
 
     .venv/bin/python benchmarks/plans.py --out results/volumes-cpu  # about 10 minutes; needs nnunetv2, without its dependencies
 
@@ -9,16 +9,19 @@ points of anisotropic spacing, and one of 128x128x128.
 from __future__ import annotations
 
 import argparse
+import itertools
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from revode.files import write_atomically
-from revode.networks import PlannedUNet, describe
-from revode_lab.files import human_bytes
-from revode_lab.fresh import in_fresh_process, peak
+from revode.networks.cost import step_bytes
 
 PLANS: dict[str, Any] = {
     # as nnU-Net plans them: a spacing that is coarse along the first axis, and an isotropic one
@@ -40,12 +43,10 @@ PLANS: dict[str, Any] = {
 OURS = "revode.networks.PlannedUNet"
 THEIRS = "dynamic_network_architectures.architectures.unet.ResidualEncoderUNet"
 NEEDS_IMPORT = ["conv_op", "norm_op", "dropout_op", "nonlin"]
-THEIR_BYTES = 4.5
-"""Bytes kept under autocast for each element that their network counts (`tests/revode/networks/test_planned.py`)."""
 
 
 def arguments(plan, ndim=3, blocks=None):
-    """Return the architecture of a plans file: names in place of classes, as in JSON."""
+    """The architecture of a plans file: names in place of classes, as JSON has them."""
     stages = len(plan["features"])
     return {
         "n_stages": stages,
@@ -69,72 +70,104 @@ def build(kind: str, plan: dict[str, Any], deep_supervision: bool = True, blocks
     """Return the network, made by nnU-Net's own function."""
     from nnunetv2.utilities.get_network_from_plans import get_network_from_plans
 
-    return get_network_from_plans(kind, arguments(plan, blocks=blocks), NEEDS_IMPORT, 1, 3, True, deep_supervision)
+    options = arguments(plan, blocks=blocks) | ({"exact": True} if kind == OURS else {})
+    return get_network_from_plans(kind, options, NEEDS_IMPORT, 1, 3, True, deep_supervision)
 
 
-def row(name: str, plan: dict[str, Any]) -> list[str]:
-    """Return the lines of one plan: bytes, and the batches that fit."""
-    ours, patch = build(OURS, plan), plan["patch"]
-    assert isinstance(ours, PlannedUNet)
-    theirs = build(THEIRS, plan)
-    bill = describe(ours, image_size=patch)
-    kept = {"store": bill.bytes_kept("store"), "reversible": bill.bytes_kept("reversible")}
-    steps = {
-        "nnU-Net's ResidualEncoderUNet": (theirs, THEIR_BYTES * theirs.compute_conv_feature_map_size(patch)),
-        "PlannedUNet, store": (ours, float(kept["store"])),
-        "PlannedUNet, reversible": (ours, 4.0 * ours.compute_conv_feature_map_size(patch)),
-    }
-    rows = []
-    for words, (net, one) in steps.items():
-        weights = 12 * sum(parameter.numel() for parameter in net.parameters())  # with gradients and momenta
-        batches = [str(max(0, int((gb * 1e9 - weights) / one))) for gb in (8, 24)]
-        edges = "x".join(map(str, patch))
-        rows.append(
-            f"| {name}, {edges} | {words} | {weights // 12 / 1e6:.1f} M | {one / 1e9:.2f} GB | {' | '.join(batches)} |"
-        )
-    return rows
+def rows(name: str, plan: dict[str, Any]) -> list[str]:
+    """Return a row of the table for each network: its bytes, and the batches that fit."""
+    found = []
+    for words, kind, strategy in (
+        ("nnU-Net's ResidualEncoderUNet", THEIRS, ""),
+        ("PlannedUNet, store", OURS, "store"),
+        ("PlannedUNet, reversible", OURS, "reversible"),
+    ):
+        bills = []
+        for batch in (1, 2):
+            with FakeTensorMode():
+                net = build(kind, plan)
+                net = net.with_strategy(strategy) if strategy else net
+                bills.append(step_bytes(net, torch.zeros(batch, 1, *plan["patch"])))
+        (kept, one), (_, two) = bills
+        num_parameters = sum(parameter.numel() for parameter in net.parameters())
+        fixed = 2 * one - two + 12 * num_parameters  # with gradients and momenta
+        cells = [f"{name}, {'x'.join(map(str, plan['patch']))}", words, f"{num_parameters / 1e6:.1f} M"]
+        cells += [f"{size / 1e9:.2f} GB" for size in (kept, one)]
+        cells += [str(max(0, int((gb * 1e9 - fixed) // (two - one)))) for gb in (8, 24)]
+        found.append(f"| {' | '.join(cells)} |")
+    return found
 
 
-def step(name: str) -> str:
-    """Run one reversible training step on the whole patch under bfloat16, and return its cost in words."""
+def step(name: str) -> None:
+    """Take one reversible training step on the whole patch, behind a small one; print its bytes, counted and resident."""
     torch.set_num_threads(1)
-    net, patch = build(OURS, PLANS[name], deep_supervision=False), PLANS[name]["patch"]
-    before, start = peak(), time.process_time()
-    with torch.autocast("cpu", torch.bfloat16):
-        scores = net(torch.randn(1, 1, *patch))
-    scores.float().square().mean().backward()
-    grads = sum(4 * parameter.numel() for parameter in net.parameters())
-    return (
-        f"{human_bytes(peak() - before - grads)} above the network and its gradients "
-        f"({human_bytes(peak())} resident at most), {time.process_time() - start:.0f} s of the processor"
-    )
+    net, plan = build(OURS, PLANS[name]), PLANS[name]
+    step_bytes(net, torch.zeros(1, 1, *plan["crop"]))  # libraries load their code
+    before, start = resident("VmRSS"), time.process_time()
+    _, peak = step_bytes(net, torch.randn(1, 1, *plan["patch"]))
+    grown = resident("VmHWM") - before
+    print(f"{peak / 1e9:.2f} GB | {grown / 1e9:.2f} GB | {time.process_time() - start:.0f} s")
+
+
+def resident(entry: str) -> int:
+    """Return the resident bytes of this process: now (``VmRSS``), or the most so far (``VmHWM``)."""
+    return 1024 * int(Path("/proc/self/status").read_text().split(f"{entry}:")[1].split()[0])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/plans"), help="where plans.md is written")
+    parser.add_argument("--step", choices=PLANS, help="take one step on this plan's patch, and print its peak")
     args = parser.parse_args()
-    lines = [
-        "| plan | network | parameters | bytes of one image | batch in 8 GB | in 24 GB |",
-        "|---|---|---:|---:|---:|---:|",
-    ]
-    for name, plan in PLANS.items():
-        lines += row(name, plan)
-    text = "\n".join(lines) + "\n\nMeasured, one reversible step on one image, bfloat16 convolutions, one thread:\n\n"
-    text += "".join(f"- {name}: {in_fresh_process(step, name)}\n" for name in PLANS)
+    if args.step:
+        return step(args.step)
+    print("networks on fake tensors, then a step of each in a process of its own", flush=True)
+    table = [row for name, plan in PLANS.items() for row in rows(name, plan)]
+    measured = []
+    for name, (words, limit) in itertools.product(PLANS, ALLOCATORS.items()):
+        environment = os.environ | ({"MALLOC_MMAP_THRESHOLD_": limit} if limit else {})
+        command = [sys.executable, __file__, "--step", name]
+        run = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+        measured.append(f"| {name}, {words} | {run.stdout.strip().splitlines()[-1]} |")
+    text = PAGE.format(table="\n".join(table), measured="\n".join(measured))
     args.out.mkdir(parents=True, exist_ok=True)
-    write_atomically(args.out / "plans.md", f"{PREFACE}\n{text}")
+    write_atomically(args.out / "plans.md", text)
     print(text)
 
 
-PREFACE = """# What nnU-Net's plans take
+ALLOCATORS = {"as it is": "", "`MALLOC_MMAP_THRESHOLD_=65536`": "65536"}
+"""Settings of the C library's allocator: the second returns what is freed to the system at once."""
 
-Bytes of a training step beside weights, gradients and momenta (12 bytes a parameter, taken off the memory of the GPU).
-Reversible, as the planner is told: the pairs that backward keeps, the largest graph of a branch, the largest pair rebuilt
-and its gradient, in float32. Stored: what autograd keeps, in float32. nnU-Net's own network: 4.5 bytes for each element
-that it counts (measured under bfloat16 autocast). These are predictions; kernels that need workspace need more.
+PAGE = """# What nnU-Net's plans take
+
+Bytes of all tensors in a training step on one image: kept between forward and backward, and at the peak of the step. The step
+runs on fake tensors of the patch's size, under bfloat16 autocast, with deep supervision (`revode.networks.cost.step_bytes`).
+Batches are those that fit beside weights, gradients and momenta (12 bytes a parameter). Workspace of convolutions is not
+counted.
 
 Command: `.venv/bin/python benchmarks/plans.py --out results/volumes-cpu`
+
+| plan | network | parameters | kept | peak | batch in 8 GB | in 24 GB |
+|---|---|---:|---:|---:|---:|---:|
+{table}
+
+`PlannedUNet.compute_conv_feature_map_size` returns the peak of the reversible step, divided by 5: nnU-Net's own network takes
+5.3 and 5.9 bytes at the peak for each element that it counts.
+
+## Measured
+
+One real step of the reversible network, one image, one thread. "Counted" is the peak of the tensors; it should be the predicted
+one. "Resident" is what the process grew by at most.
+
+| plan, allocator | counted | resident | processor |
+|---|---:|---:|---:|
+{measured}
+
+The tensors are the predicted ones. Resident memory is larger, for two reasons:
+
+- oneDNN copies what a convolution reads and writes into its own layout: four bfloat16 tensors of the finest branch in its
+  backward pass, 0.21 and 0.27 GB. They are no tensors of torch. GPUs have workspace of another size there.
+- By default glibc keeps memory that was freed: 0.57 and 0.28 GB. `MALLOC_MMAP_THRESHOLD_=65536` makes it give that back.
 """
 
 

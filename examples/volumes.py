@@ -43,6 +43,7 @@ import revode
 from revode.files import write_atomically
 from revode.memory import SavedTensors
 from revode.networks import StagedClassifier, describe
+from revode.networks.cost import step_bytes
 from revode_lab.charts import lines, standalone
 from revode_lab.data import data_root
 from revode_lab.files import human_bytes, write_json
@@ -68,7 +69,7 @@ PEER_CHANNELS = (16, 32, 64)
 
 
 def read_map(name: str, folder: Path) -> Tensor:
-    """A map of the template with values in [0, 1]; all are fetched the first time."""
+    """Return a map of the template with values in [0, 1]; fetch all of them the first time."""
     path = folder / f"mni_icbm152_{name}_tal_nlin_sym_09a_converted.nii.gz"
     if not path.exists():
         fetch(folder)
@@ -93,14 +94,14 @@ def fetch(folder: Path) -> None:
 
 
 def brain(folder: Path) -> tuple[Tensor, Tensor]:
-    """Intensities and labels: outside the brain, or the most probable tissue."""
+    """Return intensities and labels: outside the brain, or the most probable tissue."""
     t1, grey, white = (read_map(name, folder) for name in MAPS)
     labels = 1 + torch.stack((grey, white, (1 - grey - white).clamp(min=0))).argmax(0)
     return t1, torch.where(t1 == 0, 0, labels)
 
 
 def phantom() -> tuple[Tensor, Tensor]:
-    """Three tubes, one in the other, that wave a little from plane to plane."""
+    """Return three tubes, one in the other, that wave a little from plane to plane."""
     x, y, z = torch.meshgrid(*(torch.linspace(-1, 1, n) for n in (21, 25, 19)), indexing="ij")
     radius = (x**2 + z**2).sqrt() + 0.05 * torch.sin(5 * x + 7 * y)
     labels = torch.zeros(radius.shape, dtype=torch.long)
@@ -110,13 +111,13 @@ def phantom() -> tuple[Tensor, Tensor]:
 
 
 def coronal(planes: int, margin: int = 0) -> Tensor:
-    """Which of the coronal planes are held out, with a margin around them."""
+    """Return which of the coronal planes are held out, with a margin around them."""
     index = torch.arange(planes) * SHAPE[1] / planes
     return torch.stack([(index >= first - margin) & (index < last + margin) for first, last in SLABS]).any(0)
 
 
 def disturbed(intensity: Tensor, generator: torch.Generator, knots: int = 4) -> Tensor:
-    """A scan as the network sees it: bias field drawn at so many knots along each edge, noise, centred; of shape (1, 1, …)."""
+    """Return a scan as the network sees it, (1, 1, …): a bias field with so many knots along each edge, noise, centred."""
     field = 2 * torch.rand(1, 1, knots, knots, knots, generator=generator) - 1
     field = F.interpolate(field, tuple(intensity.shape), mode="trilinear", align_corners=True)
     noise = torch.randn(intensity.shape, generator=generator)
@@ -127,7 +128,7 @@ def disturbed(intensity: Tensor, generator: torch.Generator, knots: int = 4) -> 
 
 
 def dice(found: Tensor, labels: Tensor) -> dict[str, float]:
-    """Of each class, twice the points in common over the points in both."""
+    """Return, for each class, twice the points in common over the points in both."""
     return {
         name: 2 * int(((found == k) & (labels == k)).sum()) / max(1, int((found == k).sum() + (labels == k).sum()))
         for k, name in enumerate(CLASSES)
@@ -135,7 +136,7 @@ def dice(found: Tensor, labels: Tensor) -> dict[str, float]:
 
 
 def by_intensity(scan: Tensor, trained: Tensor) -> Tensor:
-    """The baseline: for each of 200 intensities the class that is most frequent among the trained points."""
+    """Give each of 200 intensities the class that is most frequent among the trained points: the baseline."""
     bins = ((scan[0, 0] + 4) * 20).long().clamp(0, 199)
     counts = [torch.bincount(bins[trained == k], minlength=200) for k in range(len(CLASSES))]
     return torch.stack(counts).argmax(0)[bins]
@@ -153,7 +154,7 @@ def make_network(args: argparse.Namespace, **options: Any) -> StagedClassifier:
 
 
 def make_peer(args: argparse.Namespace) -> torch.nn.Module:
-    """MONAI's U-Net in the form of nnU-Net, with about as many parameters as ours has by default."""
+    """Return MONAI's U-Net in the form of nnU-Net, with about as many parameters as ours has by default."""
     from monai.networks.nets import DynUNet
 
     torch.manual_seed(args.seed)
@@ -162,7 +163,7 @@ def make_peer(args: argparse.Namespace) -> torch.nn.Module:
 
 
 def bytes_kept(net: torch.nn.Module, args: argparse.Namespace) -> int:
-    """Bytes that backward keeps of a step on one patch, copies of weights in bfloat16 included."""
+    """Return the bytes that backward keeps of a step on one patch, copies of weights in bfloat16 included."""
     scan, labels = torch.zeros(1, 1, *[args.patch] * 3), torch.zeros(1, *[args.patch] * 3, dtype=torch.long)
     with SavedTensors(net.parameters()) as saved:
         loss_of(net, scan, labels, args.float32)
@@ -176,13 +177,13 @@ def loss_of(net: torch.nn.Module, scan: Tensor, labels: Tensor, float32: bool) -
 
 
 def cube(centre: list[int], edge: int, shape: tuple[int, ...]) -> tuple[slice, ...]:
-    """The points of a cube around `centre`, moved inside the volume."""
+    """Return the points of a cube around `centre`, moved inside the volume."""
     starts = [max(0, min(c - edge // 2, n - edge)) for c, n in zip(centre, shape, strict=True)]
     return tuple(slice(start, start + edge) for start in starts)
 
 
 def train(net: torch.nn.Module, intensity: Tensor, labels: Tensor, args: argparse.Namespace) -> list[dict[str, float]]:
-    """Patches first, and the whole volume last if asked, for so many minutes of the processor; the rate falls as a cosine."""
+    """Train on patches, last on the whole volume if asked, for so many minutes of the processor; the rate is a cosine."""
     generator = torch.Generator().manual_seed(args.seed)
     optimizer = torch.optim.AdamW(net.parameters(), lr=args.lr, weight_decay=1e-4)
     inside = (labels > 0).nonzero()  # patches have their centre in the brain
@@ -202,15 +203,21 @@ def train(net: torch.nn.Module, intensity: Tensor, labels: Tensor, args: argpars
         log.append({"seconds": time.process_time() - start, "loss": loss.item(), "whole": float(whole)})
         if len(log) % 20 == 1 or whole:
             print(f"step {len(log):5d}  {log[-1]['seconds']:6.0f} s  loss {log[-1]['loss']:.4f}", flush=True)
+    print(f"mean loss over the last quarter of {len(log)} steps: {last_quarter(log):.4f}", flush=True)
     return log
+
+
+def last_quarter(log: list[dict[str, float]]) -> float:
+    """Return the mean training loss over the last quarter of the steps: what rates are chosen by."""
+    return statistics.fmean(entry["loss"] for entry in log[3 * len(log) // 4 :])
 
 
 @torch.no_grad()
 def segment(net: torch.nn.Module, scan: Tensor, planes: Tensor, args: argparse.Namespace) -> Tensor:
-    """The class of each point of these planes, by the mean scores of windows like the patches of training.
+    """Return the class of each point of these planes, by the mean scores of windows like the patches of training.
 
-    Norms take their means over a window, and have seen none that lies outside the head: windows are those with a bright
-    centre, and what none of them covers is background.
+    Norms take their means over a window, and have seen none that lies outside the head. So windows are those with a bright
+    centre, and points that no window covers are background.
     """
     net.eval()
     scores = torch.zeros(len(CLASSES), *scan.shape[2:])
@@ -232,7 +239,7 @@ def segment(net: torch.nn.Module, scan: Tensor, planes: Tensor, args: argparse.N
 
 
 def draw_slices(scan: Tensor, labels: Tensor, found: Tensor, path: Path) -> None:
-    """The middle plane of each held-out slab: scan, truth, prediction, and where they differ."""
+    """Draw the middle plane of each held-out slab: scan, truth, prediction, and where they differ."""
     from matplotlib.figure import Figure
 
     planes = coronal(labels.shape[1]).nonzero().flatten()
@@ -251,7 +258,7 @@ def draw_slices(scan: Tensor, labels: Tensor, found: Tensor, path: Path) -> None
 
 
 def draw_memory(args: argparse.Namespace, shape: tuple[int, ...], folder: Path) -> None:
-    """What backward keeps under each strategy, over depth and over volume; predicted."""
+    """Draw the predicted bytes that backward keeps under each strategy, over depth and over volume."""
     depths, edges = (1, 2, 4) if args.smoke else (1, 2, 4, 8, 16, 32), (32, 64, 128, 192, 256)
     over_depth = [describe(make_network(args, blocks=blocks), image_size=shape) for blocks in depths]
     net = make_network(args)
@@ -269,7 +276,7 @@ def draw_memory(args: argparse.Namespace, shape: tuple[int, ...], folder: Path) 
 
 
 def one_step(intensity: Tensor, labels: Tensor, args: argparse.Namespace) -> None:
-    """Time and peak resident memory of training steps on the whole volume; under a limit it may fail, and says so."""
+    """Print time and peak resident memory of training steps on the whole volume; under a limit they may fail, and say so."""
     net = make_network(args, backprop=args.step)
     kept = describe(net, image_size=tuple(intensity.shape)).bytes_kept(args.step)
     precision = "float32" if args.float32 else "float32 states, bfloat16 branches"
@@ -294,7 +301,7 @@ def one_step(intensity: Tensor, labels: Tensor, args: argparse.Namespace) -> Non
 
 
 def compare(args: argparse.Namespace) -> None:
-    """Time of a reversible step over that of a stored one on a cube, in turn; and the share of its convolutions alone."""
+    """Print the time of a reversible step over that of a stored one on a cube, in turn, and the share of its convolutions."""
     from measure import clock, seconds_alone
 
     edge = args.compare
@@ -353,8 +360,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--smoke", action="store_true", help="a phantom and a small network, a few steps")
     args = parser.parse_args()
     if args.smoke:
-        small = {"minutes": 0.5, "steps": 40, "patch": 16, "blocks": 1, "channels": [8, 16], "whole_share": 0.0}
-        vars(args).update(small)
+        small = {"minutes": 0.5, "patch": 16, "blocks": 1, "channels": [8, 16], "whole_share": 0.0}
+        vars(args).update(small | {"steps": min(args.steps, 40)})
     return args
 
 
@@ -373,7 +380,10 @@ def main() -> None:
     net = make_peer(args) if args.peer else make_network(args)
     size = {"parameters": sum(p.numel() for p in net.parameters()), "bytes_kept": bytes_kept(net, args)}
     log = train(net, intensity, trained, args)
-
+    if args.peer:
+        torch.save(net.state_dict(), args.out / "peer.pt")
+    else:
+        revode.save(net, args.out / "unet.safetensors")
     scan = disturbed(intensity, torch.Generator().manual_seed(12345))
     found = segment(net, scan, test, args)
     table = by_intensity(scan, trained)
@@ -381,14 +391,19 @@ def main() -> None:
     print(f"\nDice on {int(test.sum())} held-out planes of {len(test)}" + "".join(f"{name:>12}" for name in CLASSES))
     for name, row in scores.items():
         print(f"{name:<34}" + "".join(f"{value:12.3f}" for value in row.values()))
+    _, size["bytes_peak"] = step_bytes(net, torch.zeros(1, 1, *[args.patch] * 3))
     settings = {name: str(value) for name, value in vars(args).items()}
-    result = {"dice": scores, "steps": len(log), **size, "log": [*log[::20], log[-1]], "settings": settings}
+    result = {
+        "dice": scores,
+        "steps": len(log),
+        "loss": last_quarter(log),
+        **size,
+        "log": [*log[::20], log[-1]],
+        "settings": settings,
+    }
     write_json(args.out / "result.json", result)
-    if args.peer:
-        torch.save(net.state_dict(), args.out / "peer.pt")
     draw_slices(scan, labels, found, args.out / "slices.png")
     if not args.peer:
-        revode.save(net, args.out / "unet.safetensors")
         draw_memory(args, tuple(labels.shape), args.out)
     print(f"written to {args.out}: {json.dumps(sorted(path.name for path in args.out.iterdir()))}")
 

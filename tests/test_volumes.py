@@ -14,13 +14,28 @@ SCRIPT = Path(__file__).parents[1] / "examples" / "volumes.py"
 
 
 def test_the_phantom_is_segmented_and_drawn(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["volumes.py", "--smoke", "--threads", "1", "--out", str(tmp_path / "out")])
+    """The default learns in 25 steps: an earlier one had a Dice of 0.43 after as many."""
+    command = [
+        "volumes.py",
+        "--smoke",
+        "--steps",
+        "25",
+        "--lr",
+        "5e-3",
+        "--threads",
+        "1",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    monkeypatch.setattr(sys, "argv", command)
     volumes.main()
     text = capsys.readouterr().out
     assert "Dice on 7 held-out planes of 25" in text
     result = json.loads((tmp_path / "out" / "result.json").read_text())
     assert result["log"][-1]["loss"] < 0.5 * result["log"][0]["loss"]
-    assert result["dice"]["network"]["white"] > 0.7
+    assert result["steps"] == 25
+    assert sum(list(result["dice"]["network"].values())[1:]) / 3 > 0.75
+    assert result["bytes_peak"] > result["bytes_kept"] > 0
     written = {path.name for path in (tmp_path / "out").iterdir()}
     assert written >= {"slices.png", "memory-over-depth.svg", "memory-over-volume.svg", "unet.safetensors"}
 

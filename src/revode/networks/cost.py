@@ -11,6 +11,8 @@ which are the later ones.
 from __future__ import annotations
 
 import itertools
+import weakref
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from fractions import Fraction
@@ -19,6 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from revode.engine import ReversibleSequence
@@ -195,3 +199,51 @@ def share(budget: int, parts: list[PartCost], batch: int) -> list[int]:
         shares[index] += extra
         left -= extra
     return shares
+
+
+class LiveTensors(TorchDispatchMode):
+    """A context that counts the bytes of the tensors made inside it: ``alive`` now, and at the ``peak``.
+
+    Workspace that an operation takes and frees inside itself is no tensor.
+    """
+
+    def __init__(self, exclude: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self.alive = self.peak = 0
+        self._known = {tensor.untyped_storage()._cdata for tensor in exclude}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for storage in (leaf.untyped_storage() for leaf in pytree.tree_leaves(made) if isinstance(leaf, Tensor)):
+            if storage._cdata not in self._known:
+                self._known.add(storage._cdata)
+                self.alive += storage.nbytes()
+                weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes()).atexit = False
+        self.peak = max(self.peak, self.alive)
+        return made
+
+    def _forget(self, key: int, num_bytes: int) -> None:
+        self._known.discard(key)
+        self.alive -= num_bytes
+
+
+def step_bytes(model: nn.Module, x: Tensor) -> tuple[int, int]:
+    """Run a training step under bfloat16 autocast; return the bytes of tensors alive before backward, and at the peak.
+
+    Parameters, gradients, buffers and `x` are left out. Under ``FakeTensorMode`` nothing is computed, whatever the size:
+
+    >>> import revode
+    >>> with torch._subclasses.FakeTensorMode():
+    ...     kept, peak = step_bytes(revode.create_model("unet-3d"), torch.zeros(1, 1, 160, 192, 160))
+    >>> f"{kept / 1e9:.2f} GB, {peak / 1e9:.2f} GB"
+    '1.06 GB, 2.04 GB'
+    """
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    with LiveTensors([*model.parameters(), *model.buffers(), *grads, x]) as live:
+        with torch.autocast(x.device.type, torch.bfloat16):
+            scores = model(x)
+        kept = live.alive
+        torch.stack([each.float().square().mean() for each in pytree.tree_leaves(scores)]).sum().backward()
+    return kept, live.peak

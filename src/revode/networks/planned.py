@@ -9,14 +9,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from revode.memory import SavedTensors
 from revode.networks.classifier import build
+from revode.networks.cost import step_bytes
 from revode.networks.unet import UNet, UNetConfig
 from revode.operators import NORMS, make_norm
 
-BYTES_PER_ELEMENT = 4
-"""What nnU-Net's own networks keep under autocast for each element that they count; `test_planned.py` measures 4.5."""
+BYTES_PER_ELEMENT = 5
+"""Bytes at the peak of a step of nnU-Net's own network for each element that it counts: 5.4 and 5.9, rounded down."""
 
 _CONVOLUTIONS: dict[Any, int] = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
 _NONLINEARITIES = {"relu": nn.ReLU(), "leaky_relu": nn.LeakyReLU(), "gelu": nn.GELU(), "silu": nn.SiLU()}
@@ -34,25 +35,9 @@ class PlannedUNet(UNet):
     >>> [tuple(scores.shape) for scores in net(torch.randn(1, 1, 8, 16, 16))]
     [(1, 4, 8, 16, 16), (1, 4, 8, 8, 8)]
 
-    Args:
-        input_channels: channels of the image.
-        n_stages: resolutions.
-        features_per_stage: channels at each resolution.
-        conv_op: ``nn.Conv1d``, ``nn.Conv2d`` or ``nn.Conv3d``.
-        kernel_sizes: for each resolution.
-        strides: for each resolution; the first is 1.
-        n_blocks_per_stage: blocks on the way down, for each resolution.
-        num_classes: scores at a point.
-        n_conv_per_stage_decoder: blocks on the way up, the coarsest first.
-        conv_bias: makes no difference, since the norm behind each convolution has a bias.
-        norm_op: ``nn.InstanceNorm3d``, ``nn.BatchNorm3d`` and their like, or None for biases.
-        norm_op_kwargs: as of the norm of that name in this library.
-        dropout_op: None or ``nn.Dropout``.
-        dropout_op_kwargs: its ``p``.
-        nonlin: ``nn.LeakyReLU``, ``nn.ReLU``, ``nn.GELU`` or ``nn.SiLU``, with torch's defaults.
-        nonlin_kwargs: ``inplace`` makes no difference.
-        deep_supervision: whether scores come as a list; the coarse heads are there in any case, as in nnU-Net.
-        options: further options of `UNetConfig`, such as ``scheme`` or ``exact``.
+    The arguments are those of ``ResidualEncoderUNet``; docs/howto/nnunet.md lists the values of each. ``conv_bias`` makes no
+    difference, since the norm behind each convolution has a bias. Coarse heads are there in any case, as in nnU-Net.
+    `options` are further options of `UNetConfig`, such as ``scheme`` or ``exact``.
     """
 
     def __init__(
@@ -107,14 +92,14 @@ class PlannedUNet(UNet):
 
     @property
     def decoder(self) -> PlannedUNet:
-        """This network: where nnU-Net's trainer switches ``deep_supervision``."""
+        """Return this network: nnU-Net's trainer switches its ``deep_supervision``."""
         return self
 
     def compute_conv_feature_map_size(self, input_size: Sequence[int]) -> int:
-        """Return the memory of one image in a training step, in the unit of nnU-Net's planner: elements that it would store.
+        """Return the memory of one image in the unit of nnU-Net's planner: elements that its own network would count.
 
-        The bytes are those of the pairs that backward keeps, of the largest graph of a branch, and of the largest pair twice:
-        as it is rebuilt, and its gradient.
+        The bytes are those of `step_bytes` under autocast, with deep supervision: all tensors at the peak of a step, beside
+        weights and gradients. Two blocks in a unit stand for any number.
 
         Args:
             input_size: the edges of the patch.
@@ -122,27 +107,11 @@ class PlannedUNet(UNet):
         config = self.config
         if len(input_size) != config.ndim:
             raise ValueError(f"input_size is {config.ndim} edges, without batch and channels, got {tuple(input_size)}")
-        kept, largest, level_strides = 0, 0, [(1,) * config.ndim, *config.level_strides]
-        for unit, (_, sequence, _) in enumerate(self.sequences()):
-            edges = [-(-edge // factor) for edge, factor in zip(input_size, config.reductions, strict=True)]
-            for strides in level_strides[config.level(unit) + 1 :]:
-                edges = [edge * stride for edge, stride in zip(edges, strides, strict=True)]
-            points, channels = math.prod(edges), config.stage_channels[unit]
-            kept += 4 * channels * (1 if config.splits else 2) * points
-            largest = max(
-                largest, points * self._graph_bytes(sequence.fields[-1], channels // (2 if config.splits else 1))
-            )
-        return round((kept + largest) / BYTES_PER_ELEMENT)
-
-    def _graph_bytes(self, field: nn.Module, channels: int) -> float:
-        """Bytes that autograd keeps of a branch for each point of an image."""
-        parameter, edges, found = next(field.parameters()), [8] * self.config.ndim, []
-        for batch in (1, 2):  # what does not grow with the batch is of the kernels
-            x = torch.zeros(batch, channels, *edges, dtype=parameter.dtype, device=parameter.device, requires_grad=True)
-            with SavedTensors(field.parameters()) as saved:
-                field(x)
-            found.append(saved.num_bytes)
-        return (found[1] - found[0]) / math.prod(edges)
+        levels, few = len(config.channels), [min(2, n) for n in config.stage_blocks]
+        shallow = config.with_options(blocks=tuple(few[:levels]), up_blocks=tuple(few[levels:]) or None)
+        with FakeTensorMode():
+            _, peak = step_bytes(build(shallow), torch.zeros(1, config.in_channels, *input_size))
+        return peak // BYTES_PER_ELEMENT
 
 
 def _for_each(value: int | Sequence[int], count: int) -> tuple[int, ...]:
@@ -152,7 +121,7 @@ def _for_each(value: int | Sequence[int], count: int) -> tuple[int, ...]:
 def _name_of(
     kind: type[nn.Module] | None, kwargs: dict[str, Any] | None, ours: dict[str, nn.Module], absent: str, *args: Any
 ) -> str:
-    """The name among `ours` of the module that is the same as this one, ``inplace`` or not."""
+    """Return the name among `ours` of the module that equals this one, ``inplace`` or not."""
     if kind is None:
         return absent
     given = {name: value for name, value in (kwargs or {}).items() if name != "inplace"}

@@ -47,7 +47,7 @@ RESAMPLINGS: dict[str, tuple[Resampling, Resampling]] = {
         lambda x, grid, strides: blocks.unsqueeze(x, strides),
     ),
 }
-"""How neighbours become channels, and back; on the grid of ``exact``, or in floating point."""
+"""By name: make neighbours into channels, and undo that; on the grid of ``exact``, or in floating point."""
 
 Axes = tuple[int, ...]
 
@@ -55,6 +55,10 @@ Axes = tuple[int, ...]
 @dataclass(frozen=True, kw_only=True)
 class UNetConfig(NetworkConfig):
     """A reversible U-Net.
+
+    >>> config = UNetConfig(name="small", blocks=(2, 2), channels=(16, 32), num_classes=3)
+    >>> build(config)(torch.randn(1, 1, 8, 8, 8)).shape
+    torch.Size([1, 3, 8, 8, 8])
 
     Args:
         scheme: the family whose blocks its units have: ``"hamiltonian"``, ``"leapfrog"``, ``"midpoint"``, ``"revnet"``, ...
@@ -107,14 +111,9 @@ class UNetConfig(NetworkConfig):
             ("stem_stride", (self.stem_stride,), 1, lambda stride: True, "positive integers"),
         ):
             found = _spread(rows, count, self.ndim)
-            if len(found) != count or not all(
-                len(row) == self.ndim and all(is_count(n) and allowed(n) for n in row) for row in found
-            ):
-                many = (
-                    ""
-                    if name == "stem_stride"
-                    else f"one for all, or {count} for {levels} resolutions; each a number, "
-                )
+            fits = all(len(row) == self.ndim and all(is_count(n) and allowed(n) for n in row) for row in found)
+            if len(found) != count or not fits:
+                many = f"one for all, or {count} for {levels} resolutions; each a number, " * (name != "stem_stride")
                 yield f"{name} of {self.name} are {what}: {many}{each}, got {getattr(self, name)!r}"
         up = self.up_blocks if isinstance(self.up_blocks, tuple) else (self.up_blocks,) * (levels - 1)
         if self.up_blocks is not None and (len(up) != levels - 1 or not all(map(is_count, up))):
@@ -157,21 +156,20 @@ class UNetConfig(NetworkConfig):
 
     @property
     def level_strides(self) -> tuple[Axes, ...]:
-        """The strides along each axis, of each step down."""
+        """Return the strides along each axis, of each step down."""
         return _spread(self.strides, len(self.channels) - 1, self.ndim)
 
     @property
     def stem_strides(self) -> Axes:
-        """The strides of the stem along each axis."""
         return _spread((self.stem_stride,), 1, self.ndim)[0]
 
     @property
     def stem_channels(self) -> int:
-        """Channels of the input, behind the strides of the stem."""
+        """Return the channels of the input, behind the strides of the stem."""
         return self.in_channels * math.prod(self.stem_strides)
 
     def multiple(self, level: int) -> int:
-        """The channels that one channel of each member becomes on the step down from this resolution."""
+        """Return how many channels one channel of each member becomes on the step down from this resolution."""
         return math.prod(self.level_strides[level]) * (2 if self.splits else 1)
 
     @property
@@ -180,12 +178,11 @@ class UNetConfig(NetworkConfig):
 
     @property
     def num_layers(self) -> int:
-        """Convolutions in the blocks and the head."""
         return self.row.layers_per_block * sum(self.stage_blocks) + 1
 
     @property
     def reductions(self) -> Axes:
-        """How many times smaller than the image the smallest features are, along each axis."""
+        """Return how many times smaller than the image the coarsest features are, along each axis."""
         return tuple(map(math.prod, zip(self.stem_strides, *self.level_strides, strict=True)))
 
     @property
@@ -202,7 +199,6 @@ class UNetConfig(NetworkConfig):
         return self.pair_channels
 
     def level(self, unit: int) -> int:
-        """The resolution of a unit, 0 for the finest."""
         return min(unit, self.num_units - 1 - unit)
 
     def step_size(self, unit: int) -> float:
@@ -218,7 +214,7 @@ class UNetConfig(NetworkConfig):
         return options
 
     def with_options(self, **options: Any) -> Self:
-        """As of every config; ``out_channels`` is taken for ``num_classes``."""
+        """Return this config with other options; ``out_channels`` is another word for ``num_classes``."""
         if "out_channels" in options:
             if "num_classes" in options:
                 raise ValueError("out_channels and num_classes are the same: give one of them")
@@ -226,7 +222,7 @@ class UNetConfig(NetworkConfig):
         return super().with_options(**options)
 
     def _resolve(self, options: dict[str, Any]) -> dict[str, Any]:
-        """One number of blocks is for every unit; another scheme has group norm, unless its family has biases."""
+        """Take one number of blocks for every unit; give another scheme group norm, unless its family has biases."""
         options = super()._resolve({"channels": self.channels} | options)
         given = options.get("blocks", self.blocks)
         num_levels = len(options["channels"]) if isinstance(options["channels"], list | tuple) else 1
@@ -241,12 +237,11 @@ class UNetConfig(NetworkConfig):
 
 
 def _as_tuples(value: Any) -> Any:
-    """Lists as tuples, inside each other, too."""
     return tuple(map(_as_tuples, value)) if isinstance(value, list | tuple) else value
 
 
 def _spread(rows: Any, count: int, ndim: int) -> tuple[Axes, ...]:
-    """One number for each axis in each of so many rows, of which there may be one for all."""
+    """Return so many rows of one number for each axis, of which there may be one for all."""
     rows = rows if isinstance(rows, tuple) else (rows,) * count
     return tuple(row if isinstance(row, tuple) else (row,) * ndim for row in rows)
 
@@ -259,7 +254,7 @@ KINDS["unet"] = UNetConfig
 
 
 class Descent(nn.Module):
-    """The first channels of each member become coarser, the others are set aside behind what was set aside before.
+    """Make the first channels of each member coarser; set the others aside, behind what was set aside before.
 
     Args:
         channels: how many of each member become coarser.
@@ -282,7 +277,7 @@ class Descent(nn.Module):
         return down(p, self.grid, self.strides), down(q, self.grid, self.strides), p_rest, q_rest, *aside
 
     def inverse(self, x: Features) -> Features:
-        """Finer again, and joined with what was set aside last."""
+        """Make the coarse channels finer, and join them with what was set aside last."""
         _, up = RESAMPLINGS[self.transition]
         p, q, p_rest, q_rest, *aside = x
         fine = (up(member, self.grid, self.strides) for member in (p, q))
@@ -293,7 +288,7 @@ class Descent(nn.Module):
 
 
 class Ascent(Descent):
-    """A `Descent` undone; one that is `supervised` carries the coarse pair on, behind all that is set aside, to a head."""
+    """Undo a `Descent`; one that is `supervised` carries the coarse pair on, behind all that is set aside, to a head."""
 
     supervised = False
 
@@ -306,9 +301,16 @@ class Ascent(Descent):
 
 
 class UNet(InvertibleClassifier):
-    """Signals, images or volumes to scores at each of their points, wholly reversible.
+    """Scores at each point of signals, images or volumes, wholly reversible.
 
-    Edges of any size are padded by repeating the last points until they can be halved, and scores are cropped again.
+    Inputs of any size are padded with their last points until they can be halved, and scores are cropped again.
+
+    >>> import revode
+    >>> net, x = revode.create_model("unet-2d", channels=(8, 16), num_classes=3), torch.randn(1, 1, 9, 10)
+    >>> net(x).shape
+    torch.Size([1, 3, 9, 10])
+    >>> bool((net.inverse(net.features(x), size=(9, 10)) - x).abs().max() < 1e-4)
+    True
     """
 
     config: UNetConfig
@@ -319,7 +321,7 @@ class UNet(InvertibleClassifier):
 
     @property
     def deep_supervision(self) -> bool:
-        """Whether scores come as a list: those of the input's size first, then those of each coarser resolution."""
+        """Return whether scores come as a list: those of the input's size first, then those of each coarser resolution."""
         return self._deep_supervision
 
     @deep_supervision.setter
@@ -333,13 +335,12 @@ class UNet(InvertibleClassifier):
         if isinstance(scores, Tensor):
             return self._fitted(scores, x.shape[2:])
         found, edges = [], x.shape[2:]
-        for scores_here, strides in zip(scores, [(1,) * len(edges), *self.config.level_strides], strict=False):
+        for each, strides in zip(scores, [(1,) * len(edges), *self.config.level_strides], strict=False):
             edges = [-(-edge // stride) for edge, stride in zip(edges, strides, strict=True)]
-            found.append(self._fitted(scores_here, edges))
+            found.append(self._fitted(each, edges))
         return found
 
     def _fitted(self, scores: Tensor, edges: Sequence[int]) -> Tensor:
-        """As many scores as points: the stem undone, and the padding cropped."""
         strides = self.config.stem_strides
         scores = blocks.unsqueeze(scores, strides) if math.prod(strides) > 1 else scores
         return scores[(..., *(slice(edge) for edge in edges))]
@@ -355,7 +356,7 @@ class UNet(InvertibleClassifier):
         return super().run_stages(x)
 
     def readout(self, x: Features) -> Any:
-        """The last pair, since the head joins nothing; under deep supervision a list, with the coarser pairs behind it."""
+        """Return the last pair; under deep supervision a list, with the coarser pairs behind it."""
         pairs = [x[i : i + 2] for i in range(0, len(x), 2)]
         return [pairs[0], *reversed(pairs[1:])] if self.deep_supervision else pairs[0]
 
@@ -379,7 +380,7 @@ class UNet(InvertibleClassifier):
             )
 
     def inverse(self, features: Tensor, size: tuple[int, ...] | None = None) -> Tensor:
-        """The input whose `features` these are.
+        """Return the input whose `features` these are.
 
         Args:
             features: both members of the last pair, joined along the channels, as `features` returns them.
@@ -389,7 +390,7 @@ class UNet(InvertibleClassifier):
         return image if size is None else image[(..., *(slice(edge) for edge in size))]
 
     def measure(self, image_shape: tuple[int, ...], batch: int) -> list[PartCost]:
-        """Measured on small inputs, as many as have the points of the real ones: nothing of the real size is made.
+        """Measure small inputs, as many as have the points of the real ones: nothing of the real size is made.
 
         All bytes grow with the number of points but those of fingerprints, which are fixed once a state is large enough.
         """
@@ -414,7 +415,6 @@ def _stem(config: UNetConfig) -> nn.Module:
 
 
 def _transition(config: UNetConfig, unit: int) -> nn.Module:
-    """Down behind the units of the first half, up behind the others."""
     bottom = len(config.channels) - 1
     level = min(unit, 2 * bottom - 1 - unit)
     grid = None if config.exact is False else Grid(config.exact)

@@ -6,11 +6,12 @@ import pytest
 import torch
 from allocations import Allocations, storages
 from network_gradients import gradients, images, largest_difference, twin
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import revode
 from revode.memory import SavedTensors
-from revode.networks.cost import PartCost, share
+from revode.networks.cost import LiveTensors, PartCost, share, step_bytes
 from revode.networks.zoo import describe
 
 BATCH = 3
@@ -144,3 +145,27 @@ def test_nothing_but_gradients_outlives_a_training_step(name, exact, lower_preci
         del loss
     assert allocations.made
     assert allocations.alive() <= storages(p.grad for p in model.parameters())
+
+
+@pytest.mark.parametrize("strategy", ["reversible", "checkpoint", "store"])
+def test_bytes_of_a_step_on_fake_tensors_are_those_of_a_real_one(strategy):
+    def bytes_of_step():
+        model = revode.create_model("unet-3d", channels=(8, 16), blocks=2, num_classes=2, backprop=strategy)
+        return step_bytes(model, torch.zeros(1, 1, 24, 32, 32))
+
+    with FakeTensorMode():
+        predicted = bytes_of_step()
+    kept, peak = bytes_of_step()
+    assert predicted == pytest.approx((kept, peak), rel=0.03)
+    state = 4 * 4 * 24 * 32 * 32  # 4 channels of float32
+    assert peak > kept + 2 * state  # a rebuilt pair, its gradient and a branch come on top of what is kept
+
+
+def test_live_tensors_come_and_go():
+    with LiveTensors() as live:
+        x = torch.zeros(1000)
+        y = x[:10] + 1.0
+        del x
+        assert (live.alive, live.peak) == (40, 4040)
+        y.mul_(2.0)
+    assert live.peak == 4040

@@ -121,10 +121,12 @@ def test_deep_supervision_is_switched_by_an_attribute():
         plain.deep_supervision = True
 
 
-@pytest.mark.parametrize("scheme", ["hamiltonian", "midpoint", "revnet"])
-def test_dropout_in_the_branches_is_replayed(scheme):
-    model = small(2, dropout=0.3, scheme=scheme).double()
-    x = signal(2, dtype=torch.float64)
+@pytest.mark.parametrize(
+    ("ndim", "scheme"), [(2, "hamiltonian"), (2, "midpoint"), (2, "revnet"), (1, "leapfrog"), (3, "hamiltonian")]
+)
+def test_dropout_in_the_branches_is_replayed(ndim, scheme):
+    model = small(ndim, dropout=0.3, scheme=scheme).double()
+    x = signal(ndim, dtype=torch.float64)
     found = []
     for network in (model, twin(model, backprop="store")):
         torch.manual_seed(7)
@@ -132,7 +134,7 @@ def test_dropout_in_the_branches_is_replayed(scheme):
     assert largest_difference(*found) < 1e-9
     torch.manual_seed(8)
     assert largest_difference(gradients(model, x), found[0]) > 1e-3  # it does drop
-    plain = small(2, scheme=scheme).double()
+    plain = small(ndim, scheme=scheme).double()
     plain.load_state_dict(model.state_dict())
     assert torch.equal(model.eval()(x), plain.eval()(x))
 
@@ -189,10 +191,11 @@ def test_a_config_from_before_these_options_builds_the_network_of_then():
     assert NetworkConfig.from_dict(values) == model_config("unet-3d", **options)
 
 
-def test_out_channels_are_the_classes():
-    assert model_config("unet-2d", out_channels=7).num_classes == 7
+@pytest.mark.parametrize("ndim", [1, 2, 3])
+def test_out_channels_are_the_classes(ndim):
+    assert model_config(f"unet-{ndim}d", out_channels=7).num_classes == 7
     with pytest.raises(ValueError, match="give one of them"):
-        model_config("unet-2d", out_channels=7, num_classes=7)
+        model_config(f"unet-{ndim}d", out_channels=7, num_classes=7)
 
 
 def test_a_copy_of_a_network_is_a_network():
