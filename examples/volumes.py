@@ -42,8 +42,7 @@ from torch import Tensor
 import revode
 from revode.files import write_atomically
 from revode.memory import SavedTensors
-from revode.networks import StagedClassifier, describe
-from revode.networks.cost import step_bytes
+from revode.networks import StagedClassifier, describe, step_bytes
 from revode_lab.charts import lines, standalone
 from revode_lab.data import data_root
 from revode_lab.files import human_bytes, write_json
