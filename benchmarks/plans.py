@@ -21,7 +21,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from revode.files import write_atomically
-from revode.networks.cost import step_bytes
+from revode.networks import step_bytes
 
 PLANS: dict[str, Any] = {
     # as nnU-Net plans them: a spacing that is coarse along the first axis, and an isotropic one

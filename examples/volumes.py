@@ -42,8 +42,7 @@ from torch import Tensor
 import revode
 from revode.files import write_atomically
 from revode.memory import SavedTensors
-from revode.networks import StagedClassifier, describe
-from revode.networks.cost import step_bytes
+from revode.networks import StagedClassifier, describe, step_bytes
 from revode_lab.charts import lines, standalone
 from revode_lab.data import data_root
 from revode_lab.files import human_bytes, write_json
@@ -348,7 +347,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--blocks", type=int, default=4, help="blocks in a unit")
     parser.add_argument("--channels", type=int, nargs="+", default=[16, 32, 64], help="channels at each resolution")
     parser.add_argument(
-        "--scheme", help="the family of the blocks; this and the next three as unet-3d has them unless given"
+        "--scheme", help="a name in revode.schemes.SCHEMES; this and the next three as unet-3d has them unless given"
     )
     parser.add_argument("--norm", help="none (biases), group, instance, batch, ...")
     parser.add_argument("--activation", help="relu, leaky_relu, gelu, silu, ...")

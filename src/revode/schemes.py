@@ -21,6 +21,10 @@ from torch import Tensor
 
 from revode.errors import unknown
 
+__all__ = [
+    "BDIA", "SCHEMES", "AdditiveCoupling", "Coupling", "Leapfrog", "MidPoint", "Momentum", "Scheme", "Verlet", "create_scheme",
+]  # fmt: skip
+
 Field = Callable[[Tensor], Tensor]
 Factor = Any
 """A coefficient: a number, or a tensor with one for each sample."""
@@ -34,29 +38,17 @@ OpenState = tuple[Tensor | None, Tensor]
 
 
 def is_number(factor: Factor, value: float) -> bool:
-    """Return True if a coefficient is this number, and not a tensor.
-
-    >>> is_number(1.0, 1.0), is_number(torch.ones(2), 1.0)
-    (True, False)
-    """
+    """Return True if a coefficient is this number, and not a tensor."""
     return isinstance(factor, float) and factor == value
 
 
 def times(x: Tensor, factor: Factor, out: Tensor | None = None) -> Tensor:
-    """Return factor * x, or x itself if the factor is 1.
-
-    >>> times(torch.ones(2), 3.0)
-    tensor([3., 3.])
-    """
+    """Return factor * x, or x itself if the factor is 1."""
     return x if is_number(factor, 1.0) else torch.mul(x, factor, out=out)
 
 
 def plus(x: Tensor, y: Tensor, factor: Factor, out: Tensor | None = None) -> Tensor:
-    """Return x + factor * y.
-
-    >>> plus(torch.ones(2), torch.ones(2), torch.tensor([0.0, 2.0]))
-    tensor([1., 3.])
-    """
+    """Return x + factor * y."""
     if isinstance(factor, Tensor):
         return torch.addcmul(x, y, factor, out=out)
     return torch.add(x, y, alpha=factor, out=out)
@@ -66,11 +58,7 @@ _SHIFTS = {2.0**-n: n for n in range(MOST_SHIFT + 1)}
 
 
 def shift_of(carry: float) -> int | None:
-    """Return n where |carry| = 2^-n, or None if there is no such n.
-
-    >>> shift_of(1.0), shift_of(-0.25), shift_of(0.9)
-    (0, 2, None)
-    """
+    """Return n where |carry| = 2^-n, or None if there is no such n."""
     return _SHIFTS.get(abs(carry))
 
 
@@ -269,9 +257,12 @@ class Scheme(abc.ABC):
         return self.undo_init(state, split_dim) if self.splits else state[1].clone()
 
     def __repr__(self) -> str:
-        parts = [f"h={self.h:g}"]
-        parts += [f"start={self.start!r}"] if self.start is not None else []
-        parts += [f"damping={self.damping:g}"] if self.damping else []
+        """Return the call that makes the scheme: its first argument, and those that differ from their defaults."""
+        parts, usual_start = [], self.starts[0] if self.starts else None
+        for name, parameter in inspect.signature(type(self)).parameters.items():
+            value, usual = getattr(self, name), usual_start if name == "start" else parameter.default
+            if not parts or value != usual:
+                parts.append(f"{name}={value:g}" if isinstance(value, float) else f"{name}={value!r}")
         return f"{type(self).__name__}({', '.join(parts)})"
 
 
@@ -306,7 +297,6 @@ class AdditiveCoupling(Scheme):
         start: ``"split"``: the pair is the two halves of the input. ``"duplicate"``: the pair is the input twice, and branches
             keep the input's width (Kitaev et al. 2020).
         readout: ``"join"`` or ``"mean"`` of the final pair; by default the one that undoes the start.
-        damping: as for every scheme.
     """
 
     splits = True
@@ -355,8 +345,6 @@ class MidPoint(Scheme):
         h: step size, positive.
         blend: a in [-1, 1]. ``exact`` works for ±1, and for ±2^-n with n up to 6, where n bits of each element and step are
             kept (in 1, 2, 4, 4, 8 and 8 bits).
-        start: one of ``starts``.
-        damping: as for every scheme; it multiplies a Y-.
     """
 
     starts = ("euler", "paper")
@@ -383,18 +371,13 @@ class MidPoint(Scheme):
     def starting(self) -> Coupling:
         return Coupling(0.0, 1.0, self.h) if self.start == "euler" else replace(self.coupling(0), carry=0.0)
 
-    def __repr__(self) -> str:
-        blend = f", blend={self.blend:g}" if self.blend != 1.0 else ""
-        return f"{super().__repr__()[:-1]}{blend})"
-
 
 class BDIA(MidPoint):
     """The blended step with a drawn sign: Y+ = a Y- + (1 - a) Y + (1 + a) h F(Y), a = ±blend (Zhang et al., ICML 2025).
 
     Signs are drawn for each sample and step from torch's RNG of the device. Their mean is the plain residual network Y + h
     F(Y), which runs in eval mode, bit for bit: a plain network is trained reversibly, and stays one. A draw adds a times the
-    difference of two neighbouring steps. A small blend makes little noise and keeps more bits. ``coupling`` gives the draw a =
-    blend.
+    difference of two neighbouring steps. A small blend makes little noise, but keeps more bits.
 
     >>> branch, x = nn.Linear(4, 4), torch.randn(3, 4)
     >>> torch.equal(ReversibleSequence([branch], BDIA()).eval()(x), x + branch(x))
@@ -404,20 +387,13 @@ class BDIA(MidPoint):
         h: step size; 1 for a plain residual network.
         blend: the magnitude of a, in (0, 1].
         batch_dim: the dimension that counts the samples.
-        damping: as for every scheme.
     """
 
     starts = ("euler",)
     draws = True
 
     def __init__(
-        self,
-        h: float = 1.0,
-        *,
-        blend: float = 0.5,
-        batch_dim: int = 0,
-        start: str | None = None,
-        damping: float = 0.0,
+        self, h: float = 1.0, *, blend: float = 0.5, batch_dim: int = 0, start: str | None = None, damping: float = 0.0
     ) -> None:
         super().__init__(h, blend=blend, start=start, damping=damping)
         if self.blend <= 0.0:
@@ -443,13 +419,6 @@ class BDIA(MidPoint):
             a = (2.0 * self.blend) * (torch.randint(2, shape, device=q.device).to(q.dtype) - 0.5)
             couplings.append(Coupling(a * (1.0 - self.damping), 1.0 - a, (1.0 + a) * self.h, self.shift or 0))
         return couplings if started else [self.starting(), *couplings[1:]]
-
-    def __repr__(self) -> str:
-        parts = [f"h={self.h:g}"]
-        parts += [f"blend={self.blend:g}"] if self.blend != 0.5 else []
-        parts += [f"batch_dim={self.batch_dim}"] if self.batch_dim else []
-        parts += [f"damping={self.damping:g}"] if self.damping else []
-        return f"BDIA({', '.join(parts)})"
 
 
 class Leapfrog(Scheme):
@@ -507,10 +476,6 @@ class Momentum(Scheme):
     def starting(self) -> Coupling:
         return Coupling(0.0, 1.0, 1.0 - self.gamma)
 
-    def __repr__(self) -> str:
-        damping = f", damping={self.damping:g}" if self.damping else ""
-        return f"Momentum(gamma={self.gamma:g}{damping})"
-
 
 SCHEMES: dict[str, type[Scheme]] = {
     "verlet": Verlet,
@@ -526,7 +491,7 @@ def create_scheme(name: str, **options: Any) -> Scheme:
     """Return the scheme of this name in `SCHEMES`, built with those of the options that it takes and that are not None.
 
     >>> create_scheme("midpoint", h=0.5, blend=0.25), create_scheme("additive", h=0.5)
-    (MidPoint(h=0.5, start='euler', blend=0.25), AdditiveCoupling())
+    (MidPoint(h=0.5, blend=0.25), AdditiveCoupling())
     """
     if name not in SCHEMES:
         raise unknown("scheme", name, SCHEMES)

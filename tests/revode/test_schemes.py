@@ -169,8 +169,8 @@ def test_the_check_catches_a_wrong_order() -> None:
 
 
 @pytest.mark.parametrize("scheme", VARIANTS, ids=repr)
-def test_exact_invertibility_is_a_carry_of_magnitude_one_or_one_half(scheme: Scheme) -> None:
-    assert scheme.invertible_exactly is (abs(scheme.carry) in (1.0, 0.5))
+def test_exact_invertibility_is_a_carry_of_magnitude_two_to_the_minus_n(scheme: Scheme) -> None:
+    assert scheme.invertible_exactly is (abs(scheme.carry) in [2.0**-n for n in range(7)])
     if scheme in DESIGNED:
         expected = scheme.damping == 0.0 and not isinstance(scheme, Momentum) and "0.8" not in repr(scheme)
         assert scheme.invertible_exactly is expected

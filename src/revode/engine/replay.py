@@ -1,7 +1,7 @@
 """Recompute a branch so that it gives the same value again, and nothing outside changes.
 
-Around a branch these can differ between forward and backward: the autocast state, random numbers, the buffers it updates,
-training mode, the kernels that torch is told to use. A `Record` keeps them in forward and restores them for the recomputation.
+Around a branch these can differ between forward and backward: the autocast state, random numbers, the buffers it updates, and
+training mode. A `Record` keeps them in forward and restores them for the recomputation. (Settings of torch: see ``call``.)
 Running statistics stay where they are.
 """
 

@@ -13,6 +13,7 @@ from revode.networks.classifier import StagedClassifier as StagedClassifier
 from revode.networks.classifier import build as build
 from revode.networks.config import NetworkConfig as NetworkConfig
 from revode.networks.cost import Description as Description
+from revode.networks.cost import step_bytes as step_bytes
 from revode.networks.families import FAMILIES as FAMILIES
 from revode.networks.families import Family as Family
 from revode.networks.families import register_family as register_family

@@ -70,7 +70,7 @@ class PlannedUNet(UNet):
         if dropout_op not in (None, nn.Dropout):
             raise ValueError(f"dropout_op must be None or nn.Dropout, got {dropout_op!r}")
         planned = {
-            "scheme": "revnet",  # with the norms of plans it learns faster than the others
+            "scheme": "additive",  # with the norms of plans it learns faster than the others
             "in_channels": input_channels,
             "num_classes": num_classes,
             "up_blocks": _for_each(n_conv_per_stage_decoder, n_stages - 1),

@@ -35,8 +35,9 @@ from revode.networks.blocks import Features
 from revode.networks.classifier import InvertibleClassifier, Stage, assemble, build
 from revode.networks.config import KINDS, NetworkConfig, is_count, not_among
 from revode.networks.cost import PartCost, measure_parts
-from revode.networks.families import FAMILIES, Family, Transition
+from revode.networks.families import Family, Transition, family_of
 from revode.operators import DroppedActivation
+from revode.schemes import SCHEMES
 
 Resampling = Callable[[Tensor, Grid | None, Sequence[int]], Tensor]
 
@@ -61,7 +62,7 @@ class UNetConfig(NetworkConfig):
     torch.Size([1, 3, 8, 8, 8])
 
     Args:
-        scheme: the family whose blocks its units have: ``"hamiltonian"``, ``"leapfrog"``, ``"midpoint"``, ``"revnet"``, ...
+        scheme: a name in `revode.schemes.SCHEMES`; units have the blocks of its network family, or residual branches.
         ndim: 1, 2 or 3 spatial dimensions.
         blocks: blocks in a unit, for each resolution; the units on the way up have as many as those on the way down.
         channels: channels at each resolution.
@@ -75,7 +76,7 @@ class UNetConfig(NetworkConfig):
     """
 
     family: str = "unet"
-    scheme: str = "hamiltonian"
+    scheme: str = "verlet"
     ndim: int = 3
     in_channels: int = 1
     norm: str = "none"
@@ -99,7 +100,7 @@ class UNetConfig(NetworkConfig):
 
     def _family_faults(self) -> Iterator[str]:
         yield from not_among("family", self.family, ("unet",))
-        yield from not_among("scheme", self.scheme, [name for name, row in FAMILIES.items() if row.scheme is not None])
+        yield from not_among("scheme", self.scheme, SCHEMES)
         if self.ndim not in (1, 2, 3):
             yield f"ndim must be 1, 2 or 3, got {self.ndim!r}"
 
@@ -137,7 +138,7 @@ class UNetConfig(NetworkConfig):
 
     @property
     def row(self) -> Family:
-        return FAMILIES[self.scheme]
+        return family_of(self.scheme)
 
     @property
     def passage(self) -> Transition:
@@ -228,8 +229,9 @@ class UNetConfig(NetworkConfig):
         num_levels = len(options["channels"]) if isinstance(options["channels"], list | tuple) else 1
         if isinstance(given, int) or ("blocks" not in options and num_levels != len(given)):
             options["blocks"] = (given if isinstance(given, int) else given[0],) * num_levels
-        row = FAMILIES.get(options.get("scheme", self.scheme))
-        if row is not None and row is not self.row:
+        scheme = options.get("scheme", self.scheme)
+        if scheme != self.scheme and scheme in SCHEMES:
+            row = family_of(scheme)
             if row.integrates != self.row.integrates:
                 options = {"h": 0.1 if row.integrates else None, "horizon": None} | options
             options = {"norm": row.defaults.get("norm", "group")} | options

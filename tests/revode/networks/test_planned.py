@@ -61,7 +61,7 @@ def small_plan():
 
 
 def test_its_gradients_are_the_stored_ones():
-    net = PlannedUNet(1, **imported(small_plan()), num_classes=3, deep_supervision=True, scheme="hamiltonian").double()
+    net = PlannedUNet(1, **imported(small_plan()), num_classes=3, deep_supervision=True, scheme="verlet").double()
     x = torch.randn(1, 1, 5, 18, 16, dtype=torch.float64)
     found = []
     for model in (net, net.with_strategy("store")):
@@ -80,7 +80,7 @@ def test_it_is_saved_and_loaded_as_a_network(tmp_path):
     assert torch.equal(net(x), loaded(x))
 
 
-@pytest.mark.parametrize("scheme", ["hamiltonian", "revnet", "midpoint"])
+@pytest.mark.parametrize("scheme", ["verlet", "additive", "midpoint"])
 def test_the_planner_is_told_the_peak_of_a_real_step_however_many_blocks(scheme):
     blocks = {"n_blocks_per_stage": [5, 3, 4], "n_conv_per_stage_decoder": [3, 1]}
     options = imported(small_plan(), **blocks) | {"scheme": scheme, "exact": True, "deep_supervision": True}

@@ -12,7 +12,7 @@ from revode.memory import SavedTensors
 from revode.networks import NetworkConfig, describe, model_config
 from revode.networks.blocks import haar, unhaar
 
-SCHEMES = ["hamiltonian", "leapfrog", "revnet"]
+SCHEMES = ["verlet", "leapfrog", "additive"]
 ODD = {1: (21,), 2: (13, 9), 3: (9, 6, 11)}
 EVEN = {1: (16,), 2: (8, 12), 3: (8, 4, 8)}
 CHANNELS = {1: (8, 12, 16), 2: (8, 16, 32), 3: (8, 16, 32)}
@@ -21,8 +21,7 @@ CHANNELS = {1: (8, 12, 16), 2: (8, 16, 32), 3: (8, 16, 32)}
 def small_unet(ndim, **options):
     return revode.create_model(
         f"unet-{ndim}d",
-        **{"num_classes": 3, "channels": CHANNELS[ndim], "blocks": 2, "in_channels": 2, "scheme": "hamiltonian"}
-        | options,
+        **{"num_classes": 3, "channels": CHANNELS[ndim], "blocks": 2, "in_channels": 2, "scheme": "verlet"} | options,
     )
 
 
@@ -186,16 +185,16 @@ def test_a_saved_unet_is_loaded(tmp_path):
 
 def test_options_follow_the_scheme_and_the_channels():
     config = model_config("unet-3d")
-    assert (config.scheme, config.norm, config.h) == ("hamiltonian", "none", 0.3)
-    config = model_config("unet-3d", scheme="revnet", blocks=3)
+    assert (config.scheme, config.norm, config.h) == ("verlet", "none", 0.3)
+    config = model_config("unet-3d", scheme="additive", blocks=3)
     assert (config.norm, config.h, config.blocks) == ("group", None, (3, 3, 3))
     assert config.with_options(scheme="leapfrog").h == 0.1
-    assert config.with_options(scheme="hamiltonian").norm == "none"
-    assert config.with_options(scheme="hamiltonian").with_options(scheme="midpoint").norm == "group"
-    assert model_config("unet-3d", channels=(16, 32), scheme="hamiltonian", h=0.2).blocks == (4, 4)
+    assert config.with_options(scheme="verlet").norm == "none"
+    assert config.with_options(scheme="verlet").with_options(scheme="midpoint").norm == "group"
+    assert model_config("unet-3d", channels=(16, 32), scheme="verlet", h=0.2).blocks == (4, 4)
     assert config.num_layers == 4 * 15 + 1
     assert NetworkConfig.from_dict(config.to_dict()) == config
-    smooth = revode.create_model("unet-1d", scheme="hamiltonian", horizon=1.0, init="smooth", blocks=8)
+    smooth = revode.create_model("unet-1d", scheme="verlet", horizon=1.0, init="smooth", blocks=8)
     kernels = [field.operator.weight for field in smooth.sequences()[-1].sequence.fields[::2]]
     assert (kernels[0] - kernels[1]).norm() < 0.5 * kernels[0].norm()
 
@@ -203,9 +202,9 @@ def test_options_follow_the_scheme_and_the_channels():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"scheme": "resnet"}, "scheme must be 'hamiltonian' or"),
-        ({"scheme": "revnet", "h": 0.1}, "take no steps in time: leave out h"),
-        ({"scheme": "revnet", "init": "smooth"}, "take no steps in time"),
+        ({"scheme": "resnet"}, "scheme must be 'verlet' or"),
+        ({"scheme": "additive", "h": 0.1}, "take no steps in time: leave out h"),
+        ({"scheme": "additive", "init": "smooth"}, "take no steps in time"),
         (
             {"scheme": "leapfrog", "horizon": 1.0, "blocks": (2, 3, 4)},
             "transition='haar' carries two successive states",
@@ -233,3 +232,41 @@ def test_wrong_shapes_are_refused():
         model(torch.zeros(1, 3, 8, 8))
     with pytest.raises(ValueError, match=r"features of shape \(batch, 8, …\)"):
         model.inverse(torch.zeros(1, 4, 8, 8))
+
+
+class Friction(revode.schemes.Scheme):
+    """A scheme of a user's own, with an option of its own and no start or damping."""
+
+    def __init__(self, h: float = 0.1, friction: float = 0.1) -> None:
+        super().__init__(h)
+        self.friction = friction
+
+    @property
+    def carry(self):
+        return -(1.0 - self.friction * self.h)
+
+    def coupling(self, index):
+        return revode.schemes.Coupling(self.carry, 1.0 - self.carry, -(self.h**2))
+
+    def starting(self):
+        return revode.schemes.Coupling(0.0, 1.0, -0.5 * self.h**2)
+
+
+@pytest.mark.parametrize("scheme", [*revode.schemes.SCHEMES, "friction"])
+def test_any_registered_scheme_runs_by_its_name(scheme, monkeypatch):
+    monkeypatch.setitem(revode.schemes.SCHEMES, "friction", Friction)
+    model = small_unet(2, scheme=scheme, h=0.2 if scheme not in ("additive", "momentum") else None).double()
+    names = {type(sequence.scheme) for _, sequence, _ in model.sequences()}
+    assert names == {revode.schemes.SCHEMES[scheme]}
+    stored, x = (
+        small_unet(2, scheme=scheme, h=model.config.h, backprop="store").double(),
+        signal(EVEN[2], dtype=torch.float64),
+    )
+    stored.load_state_dict(model.state_dict())
+    for network in (model, stored):
+        torch.manual_seed(5)  # of a scheme that draws
+        network(x).square().mean().backward()
+    for ours, theirs in zip(model.parameters(), stored.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-12)
+    gpt = revode.create_model("gpt-mini", scheme=scheme, depth=2, width=16, heads=2)
+    assert type(gpt.body.scheme) is revode.schemes.SCHEMES[scheme]

@@ -30,7 +30,7 @@ DEEP_SHAPES = {1: [(21,), (21,)], 2: [(13, 18), (13, 9)], 3: [(5, 12, 17), (5, 6
 
 
 def small(ndim=3, **options):
-    usual = {"scheme": "hamiltonian", "norm": "instance", "num_classes": 3, "in_channels": 2, "blocks": 2}
+    usual = {"scheme": "verlet", "norm": "instance", "num_classes": 3, "in_channels": 2, "blocks": 2}
     return revode.create_model(f"unet-{ndim}d", **ANISOTROPIC[ndim] | usual | options)
 
 
@@ -49,9 +49,9 @@ def deep_gradients(model, x):
 
 
 @pytest.mark.parametrize("norm", [*NORMS])
-@pytest.mark.parametrize("scheme", ["hamiltonian", "leapfrog", "midpoint", "revnet"])
+@pytest.mark.parametrize("scheme", ["verlet", "leapfrog", "midpoint", "additive"])
 def test_gradients_with_every_norm_are_the_stored_ones(norm, scheme):
-    if scheme == "revnet" and norm == "none":
+    if scheme == "additive" and norm == "none":
         pytest.skip("a RevNet's branches have a norm")
     model = small(2, norm=norm, scheme=scheme).double()
     x = signal(2, batch=2, dtype=torch.float64)
@@ -68,7 +68,7 @@ def test_gradients_with_every_activation_in_every_dimension_are_the_stored_ones(
 
 @pytest.mark.parametrize("transition", ["haar", "squeeze"])
 @pytest.mark.parametrize("ndim", [1, 2, 3])
-@pytest.mark.parametrize(("scheme", "norm"), [("hamiltonian", "instance"), ("leapfrog", "group"), ("revnet", "batch")])
+@pytest.mark.parametrize(("scheme", "norm"), [("verlet", "instance"), ("leapfrog", "group"), ("additive", "batch")])
 class TestEveryStrideAndKernel:
     def test_exact_gradients_are_the_stored_ones_bit_for_bit(self, scheme, norm, ndim, transition):
         model = small(ndim, scheme=scheme, norm=norm, transition=transition, exact=True)
@@ -93,7 +93,7 @@ def test_exact_gradients_with_every_norm_are_the_stored_ones_bit_for_bit(norm, a
 
 
 @pytest.mark.parametrize("ndim", [1, 2, 3])
-@pytest.mark.parametrize("scheme", ["hamiltonian", "leapfrog"])
+@pytest.mark.parametrize("scheme", ["verlet", "leapfrog"])
 def test_deep_supervision_gives_scores_and_gradients_at_every_resolution(ndim, scheme):
     model = small(ndim, scheme=scheme, deep_supervision=True).double()
     x = signal(ndim, dtype=torch.float64)
@@ -122,7 +122,7 @@ def test_deep_supervision_is_switched_by_an_attribute():
 
 
 @pytest.mark.parametrize(
-    ("ndim", "scheme"), [(2, "hamiltonian"), (2, "midpoint"), (2, "revnet"), (1, "leapfrog"), (3, "hamiltonian")]
+    ("ndim", "scheme"), [(2, "verlet"), (2, "midpoint"), (2, "additive"), (1, "leapfrog"), (3, "verlet")]
 )
 def test_dropout_in_the_branches_is_replayed(ndim, scheme):
     model = small(ndim, dropout=0.3, scheme=scheme).double()
@@ -164,7 +164,7 @@ def test_a_strided_stem_keeps_a_fraction():
 
 
 def test_blocks_on_the_way_up_may_be_others():
-    model = small(blocks=(1, 2, 3), up_blocks=(2, 1), scheme="revnet")
+    model = small(blocks=(1, 2, 3), up_blocks=(2, 1), scheme="additive")
     assert [count for _, _, count in model.sequences()] == [1, 2, 3, 2, 1]
     assert model.config.num_layers == 4 * 9 + 1
     assert small(blocks=2, up_blocks=1, horizon=1.0).config.step_size(4) == 1.0
@@ -184,7 +184,7 @@ def test_a_file_remembers_the_layout(tmp_path):
 
 
 def test_a_config_from_before_these_options_builds_the_network_of_then():
-    options = {"norm": "none", "activation": "relu", "h": 0.1, "scheme": "hamiltonian"}
+    options = {"norm": "none", "activation": "relu", "h": 0.1, "scheme": "verlet"}
     values = model_config("unet-3d", **options).to_dict()
     for name in ("kernels", "strides", "stem_stride", "up_blocks", "deep_supervision", "dropout"):
         del values[name]
@@ -222,7 +222,7 @@ def test_a_copy_of_a_network_is_a_network():
         ({"strides": ((1, 2, 2), 2), "channels": (16, 30, 64)}, "behind the first of 8 and 16"),
         ({"norm": "no-norm"}, f"norm must be {' or '.join(map(repr, NORMS))} for unet-3d, got 'no-norm'"),
         (
-            {"scheme": "revnet", "norm": "none"},
+            {"scheme": "additive", "norm": "none"},
             f"norm must be {' or '.join(repr(n) for n in NORMS if n != 'none')} for unet-3d",
         ),
     ],
@@ -271,7 +271,7 @@ def test_bfloat16_gradients_are_right_where_torchs_are_wild(kind, edges, kernel)
     assert largest_difference(expected, found) < 0.1
 
 
-@pytest.mark.parametrize("scheme", ["hamiltonian", "midpoint", "revnet"])
+@pytest.mark.parametrize("scheme", ["verlet", "midpoint", "additive"])
 @pytest.mark.parametrize("norm", ["batch", "instance"])
 def test_a_bfloat16_unet_whose_coarsest_images_are_2_points_deep_is_right(scheme, norm):
     model = revode.create_model(
