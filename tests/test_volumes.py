@@ -34,8 +34,12 @@ def test_the_phantom_is_segmented_and_drawn(tmp_path, monkeypatch, capsys):
     result = json.loads((tmp_path / "out" / "result.json").read_text())
     assert result["log"][-1]["loss"] < 0.5 * result["log"][0]["loss"]
     assert result["steps"] == 25
-    assert sum(list(result["dice"]["network"].values())[1:]) / 3 > 0.75
+    for way in ("whole", "windows"):
+        assert sum(list(result["dice"][way].values())[1:]) / 3 > 0.75
     assert result["bytes_peak"] > result["bytes_kept"] > 0
+    monkeypatch.setattr(sys, "argv", [*command, "--score"])
+    volumes.main()
+    assert json.loads((tmp_path / "out" / "result.json").read_text()) == result
     written = {path.name for path in (tmp_path / "out").iterdir()}
     assert written >= {"slices.png", "memory-over-depth.svg", "memory-over-volume.svg", "unet.safetensors"}
 
