@@ -26,9 +26,9 @@ from revode.engine.grid import Grid, RangeFlags, with_strides
 from revode.engine.inspection import Contents, contents_of, hooks_hear_every_module, is_sharded, keywords_of
 from revode.engine.randomness import Streams
 from revode.engine.replay import Call, Record
+from revode.fields import KnownField
 from revode.memory import adds, graph_leaves
 from revode.schemes import Coupling, Factor, is_number, times
-from revode.vjp import KnownField
 
 _FAILURES = (AssertionError, IndexError, RuntimeError, TypeError, ValueError)
 

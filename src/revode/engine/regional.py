@@ -22,9 +22,9 @@ from torch.utils import _pytree as pytree
 
 from revode.engine.call import Autocast
 from revode.engine.grid import Grid, with_strides
+from revode.fields import KnownField, Normalize, Record, Statistics, batch_norm
 from revode.operators import Bias, along_channels
 from revode.schemes import Coupling, is_number
-from revode.vjp import KnownField, Normalize, Record, Statistics, batch_norm
 
 
 def compile_branches(branches: Sequence[nn.Module]) -> None:
