@@ -329,8 +329,10 @@ class Replayed(Evaluation):
             return u.detach(), [None] * len(wrt), 1.0
         self._look_at_graph(outputs, wrt, coupling)
         products = self._grad(outputs, grads, wrt)
+        if not self.record.reads_a_cache():
+            return u.detach(), products, 1.0
         missing = [name for name, product in zip(self.trained, products[1:], strict=False) if product is None]
-        if missing and self.record.reads_a_cache():
+        if missing:
             raise BranchError(
                 f"{self.name} got no gradient for its parameter {missing[0]!r}, and its forward left a tensor on the module "
                 "that the recomputation has read: a value computed from a parameter must not be cached, compute it in each call"

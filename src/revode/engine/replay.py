@@ -256,13 +256,13 @@ class Record:
             if watched:
                 context.streams.before(watched)
             held, copies = self._look_at_buffers() if contents.holds_state else ([], {})
-            attributes = contents.held()
+            attributes = [] if contents.is_known else contents.held()
             stack.append((self, None))
             try:
                 u = _call_as_recomputed(contents, q, kwargs, call, context.grid is not None, recomputed)
             finally:
                 stack.pop()
-            if contents.held() != attributes:
+            if not contents.is_known and contents.held() != attributes:
                 before = set(itertools.chain.from_iterable(attributes))
                 left = contents.tensors_held()
                 self.cached = [weakref.ref(tensor) for key, tensor in left.items() if key not in before]

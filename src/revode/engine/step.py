@@ -92,7 +92,8 @@ class Step:
         q_next = advance(
             evaluation.context, self.coupling, evaluation.index, p, q, u, over_u=evaluation.writes_over_value
         )
-        evaluation.context.note(q_next, f"after {evaluation.name}")
+        if evaluation.context.flags is not None:
+            evaluation.context.note(q_next, f"after {evaluation.name}")
         return q_next, aux
 
     def retreat(

@@ -97,7 +97,7 @@ STEPS = {"epochs": None, "max_steps": 200, "batch_size": 100, "compile": False, 
 SAME_WEIGHTS = {
     "smoke": Budget(SMOKE_NOTE, "smoke on digits", _both(model=HAMILTONIAN, **TINY_RUN)),
     "cpu": Budget(
-        "200 steps of 100 images, from the same seed.",
+        "CPU budget: 200 steps of 100 images, from the same seed; not the paper's schedule of 160 epochs.",
         "200 steps",
         _both(
             model=HAMILTONIAN,

@@ -21,9 +21,12 @@ pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_avai
 def run_two_processes(script: str) -> dict[str, dict[str, Any]]:
     path = str(Path(__file__).with_name(script))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", path]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=280, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    )
+    for _ in range(2):  # malloc aborted in a thread of torch's, once in some 30 runs; a wrong gradient aborts nothing
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=140, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        )
+        if "exitcode  : -6" not in done.stderr:
+            break
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.split("RESULTS")[1])
 
