@@ -17,7 +17,7 @@ $(READY): pyproject.toml constraints.txt tests/no-deps.txt
 demo: $(READY)  ## train on the embedded digits and write the report, about two minutes
 	$(BIN)/revode train --out runs/demo --overwrite
 
-test: $(READY)  ## the everyday suite, under 8 minutes on 2 cores
+test: $(READY)  ## the everyday suite, under 6 minutes on 2 cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow" $(ARGS)
 
 test-slow: $(READY)  ## what takes longer than the everyday suite allows
