@@ -150,9 +150,8 @@ class Evaluation:
         if self.context.traced:
             return self.conform(q, call(q, kwargs))
         inputs = [q, *self.held(), *(tensor_leaves(kwargs) if kwargs else ())]
-        versions = versions_of(inputs)
         given = None if once or not kwargs else look_into(kwargs)
-        u = self._called(q, kwargs, call, inputs, versions)
+        u = self._called(q, kwargs, call, inputs)
         if given is not None and look_into(kwargs) != given:
             raise BranchError(
                 f"{self.name} changes an object among its keyword arguments (a cache of keys and values?), which its "
@@ -161,10 +160,9 @@ class Evaluation:
             )
         return self.conform(q, u)
 
-    def _called(
-        self, q: Tensor, kwargs: dict[str, Any], call: Call, inputs: list[Tensor], versions: list[int | None]
-    ) -> Any:
+    def _called(self, q: Tensor, kwargs: dict[str, Any], call: Call, inputs: list[Tensor]) -> Any:
         """Return call(q, kwargs); raise an error that names the branch if it fails or changes one of `inputs` in place."""
+        versions = versions_of(inputs)
         try:
             u = call(q, kwargs)
         except _FAILURES as error:
@@ -296,14 +294,8 @@ class Replayed(Evaluation):
         with torch.set_grad_enabled(tracked):
             inside = alias(leaf)  # as in an ordinary forward, the branch's input is not a leaf
             again = self.record.again
-            u = self._called(
-                inside,
-                self.taken(kwargs),
-                lambda q, kwargs: again(q, kwargs, self.call, lent),
-                [leaf],
-                versions_of([leaf]),
-            )
-            u, aux = self.conform(inside, u)
+            call = functools.partial(again, call=self.call, lent=lent)
+            u, aux = self.conform(inside, self._called(inside, self.taken(kwargs), call, [leaf]))
         return u, aux, [leaf, *own, *given]
 
     def vjp(

@@ -276,9 +276,8 @@ def make_body(config: NetworkConfig, unit: int) -> nn.Module | None:
         if config.compile:
             compile_branches(fields)
         return nn.Sequential(*fields)
-    given = {"h": config.step_size(unit), "start": config.start} if row.integrates else {}
-    given |= {"damping": config.damping}
-    given = {name: value for name, value in given.items() if value}
+    time = {"h": config.step_size(unit), "start": config.start} if row.integrates else {}
+    given = {name: value for name, value in (time | {"damping": config.damping}).items() if value}
     if not fields:
         return None
     return ReversibleSequence(

@@ -203,6 +203,9 @@ def family_of(scheme: str) -> Family:
     if scheme not in SCHEMES:
         raise unknown("scheme", scheme, SCHEMES)
     kind = SCHEMES[scheme]
+    for family in FAMILIES.values():
+        if family.scheme is kind:
+            return family
     branches = kind.fields_per_step
 
     def block(channels: int, first: bool, **options: Any) -> list[nn.Module]:
@@ -210,7 +213,6 @@ def family_of(scheme: str) -> Family:
         return [blocks.PreActivation(width, leading=bool(i) or not first, **options) for i in range(branches)]
 
     integrates = "h" in inspect.signature(kind).parameters
-    general = Family(
+    return Family(
         name=scheme, block=block, layers_per_block=2 * branches, scheme=kind, integrates=integrates, norms=_TRUE_NORMS
     )
-    return next((family for family in FAMILIES.values() if family.scheme is kind), general)
