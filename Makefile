@@ -56,7 +56,7 @@ LOWER := stage-32x32 stage-16x16 stage-8x8 hamiltonian-74 hamiltonian-1202 atten
 bench-docs: $(READY) $(PEERS)/.ready  ## measure everything and rewrite docs/benchmarks.md, about 35 minutes on an idle machine
 	$(BIN)/python benchmarks/bench.py --extra --out docs $(ARGS)
 	$(BIN)/python benchmarks/bench.py --extra --dtype bfloat16 $(LOWER:%=--workload %) --rows docs/benchmarks.json --out docs $(ARGS)
-	$(BIN)/python benchmarks/blocks.py docs
+	$(BIN)/python benchmarks/bench.py --blocks docs
 	$(BIN)/python benchmarks/page.py docs
 
 clean:

@@ -72,7 +72,7 @@ if __name__ == "__main__":
     if sys.argv[1] == "--serve":
         serve(sys.argv[2])
     else:
-        sources = [str(Path(__file__).parents[1] / "src"), sys.argv[1]]
         for case in NETWORKS:
-            low, middle, high = statistics.quantiles(compare(case, sources, int([*sys.argv, 15][2])), n=4)
+            ratios = compare(case, [str(Path(__file__).parents[1] / "src"), sys.argv[1]], int([*sys.argv, 15][2]))
+            low, middle, high = statistics.quantiles(ratios, n=4)
             print(f"hamiltonian-74, {case}: {middle:.3f} ({low:.3f} to {high:.3f})")

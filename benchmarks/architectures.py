@@ -300,8 +300,7 @@ def try_all(families: list[str]) -> dict[str, dict[str, Any]]:
                 warnings.simplefilter("ignore")
                 rows[family] = try_family(family)
         except Exception as error:  # of transformers: it has nothing to do with a conversion
-            kind = "" if isinstance(error, Untried) else f"{type(error).__name__}: "
-            rows[family] = {"untried": f"{kind}{error}"}
+            rows[family] = {"untried": str(error) if isinstance(error, Untried) else f"{type(error).__name__}: {error}"}
     return rows
 
 
@@ -381,7 +380,7 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *rows])
 
 
-def main() -> None:
+if __name__ == "__main__":
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     whole = sys.argv[1:2] == ["docs"]
@@ -390,7 +389,3 @@ def main() -> None:
         print(family, verdict(row), json.dumps(row))
     if whole:
         Path("docs/architectures.md").write_text(page(rows))
-
-
-if __name__ == "__main__":
-    main()

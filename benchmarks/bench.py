@@ -7,6 +7,7 @@ same parameters on the same input.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from dataclasses import replace
@@ -14,17 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import WIDE, Row, Settings, measure
+from measure import WIDE, Row, Settings, block_seconds, measure
 from methods import METHODS, Method, find
 from report import conditions, read, replaced, text, write
-from workloads import WORKLOADS, Workload
+from workloads import DEPTHS, WORKLOADS, Workload
 
-from revode_lab.commands import check_folder, keep_freed_memory
+from revode_lab.system import check_folder, keep_freed_memory
 
 _EPILOG = """example: python benchmarks/bench.py --quick
          python benchmarks/bench.py --workload stage-32x32 --method revode --method store
          python benchmarks/bench.py --workload hamiltonian-74 --dtype bfloat16 --extra
-         python benchmarks/bench.py --extra --out docs
 exit codes: 0 done, 1 a workload failed and has no rows, 2 bad input"""
 
 
@@ -39,13 +39,17 @@ def build_parser() -> argparse.ArgumentParser:
     add("--threads", type=int, metavar="N", help="CPU threads; default: torch's choice")
     add("--repeats", type=int, metavar="N", help="repetitions; default: 3 to 15, by time")
     add("--batch", type=int, metavar="N", help="another batch than the workloads' own")
-    add("--layout", default="channels_last", metavar="NAME", help="of the input: channels_last (default) or contiguous")
     lower = "branches under autocast, with\nbatch norm; without other libraries"
     add("--dtype", default="float32", metavar="NAME", help=f"float32 (default), or bfloat16: {lower}")
     more = "also memory budgets on hamiltonian-74, and compiled steps\nthere and on the stages (slow)"
     add("--extra", action="store_true", help=more)
     add("--out", metavar="DIR", help="write benchmarks.json there")
     given = "measure only what\n--workload names, and replace its rows of that dtype"
+    add(
+        "--blocks",
+        metavar="DIR",
+        help="only time a block over depth, all depths in the same rounds; write blocks.json there",
+    )
     add("--rows", metavar="FILE", help=f"take the rows of this benchmarks.json; {given}")
     return parser
 
@@ -63,14 +67,18 @@ def run(args: argparse.Namespace) -> int:
     """Measure, print and write; return the exit code."""
     if args.batch is not None and args.batch < 1:
         raise ValueError(f"--batch must be at least 1, got {args.batch}")
-    check_folder(args.out)
+    check_folder(args.out or args.blocks)
+    if args.blocks:
+        times = block_seconds([WORKLOADS[name] for name in DEPTHS], Settings(threads=torch.get_num_threads()))
+        Path(args.blocks, "blocks.json").write_text(json.dumps(times, indent=1) + "\n")
+        return 0
     start, failed = time.monotonic(), False
     rows, facts = read(Path(args.rows)) if args.rows else ([], {})
     if args.workload or not args.rows:
         keep_freed_memory()
         threads = torch.get_num_threads() if args.threads is None else args.threads
         limits: dict[str, Any] = {"budget": 10.0, "fewest": 2} if args.quick else {}
-        settings = Settings(threads=threads, repeats=args.repeats, layout=args.layout, **limits)
+        settings = Settings(threads=threads, repeats=args.repeats, **limits)
         facts = conditions(settings)
         measured, failed = _measure(_plan(args), settings)
         rows = replaced(rows, measured)

@@ -17,7 +17,7 @@ from workloads import Workload
 from revode.engine import ReversibleSequence
 from revode.networks import StagedClassifier
 from revode_lab.baselines import replace_sequences
-from revode_lab.step import LAYOUTS, SEED, Step
+from revode_lab.step import SEED, Step
 
 GRADIENT_BATCH = 4
 """Samples for the gradient error: the fp64 reference of 1202 layers is slow."""
@@ -96,12 +96,9 @@ class Case(Step):
         workload: the workload. Under bfloat16, branches run under autocast, states and parameters stay in float32.
         method: the method.
         dtype: of parameters and input.
-        layout: memory format of kernels and input.
     """
 
-    def __init__(
-        self, workload: Workload, method: Method, dtype: torch.dtype = torch.float32, layout: str = LAYOUTS[0]
-    ) -> None:
+    def __init__(self, workload: Workload, method: Method, dtype: torch.dtype = torch.float32) -> None:
         self.workload, self.method = workload, method
         made, shape = workload.build()
         self.num_branches = sum(len(sequence.fields) for sequence in sequences(made))
@@ -111,7 +108,6 @@ class Case(Step):
             shape,
             workload.batch,
             dtype=dtype,
-            layout=layout,
             autocast=lower,
             wrap=lambda module: replace_sequences(module, method.wrap),
         )
@@ -142,9 +138,7 @@ class Case(Step):
 
     def _keep_within(self, share: int) -> None:
         """Set the memory budget to a share of the way from ``revode`` to ``store``."""
-        least, most = (
-            Case(self.workload, METHODS[name], self.dtype, self.layout).saved_bytes() for name in ("revode", "store")
-        )
+        least, most = (Case(self.workload, METHODS[name], self.dtype).saved_bytes() for name in ("revode", "store"))
         budget = least + (most - least) * share // 100
         if isinstance(self.module, StagedClassifier):
             self.module.config = self.module.config.with_options(memory_budget=budget)
@@ -160,9 +154,9 @@ def gradient_errors(workload: Workload, cases: list[Case]) -> dict[str, float]:
     return {case.method.name: float((case.gradient(batch) - reference).norm() / size) for case in cases}
 
 
-def measure_step(workload: Workload, method: str, threads: int, layout: str = LAYOUTS[0]) -> dict[str, Any]:
+def measure_step(workload: Workload, method: str, threads: int) -> dict[str, Any]:
     """Return the cost of a step in this process."""
     torch.set_num_threads(threads)
-    case = Case(workload, METHODS[method], layout=layout)
+    case = Case(workload, METHODS[method])
     # A compiled step is specialised to its shapes, so it must be warmed up on the real batch.
     return case.cost(warm_up=case.inputs if case.method.compiled else None)

@@ -20,10 +20,12 @@ from methods import METHODS, Method
 from workloads import Workload
 
 from revode_lab.fresh import in_fresh_process
-from revode_lab.step import LAYOUTS, clock
+from revode_lab.step import clock
 
 REFERENCE = "store"
 MIN_REPEATS, MAX_REPEATS = 3, 15
+OVER_DEPTH = 180.0
+"""Seconds for the repetitions of a block at all depths together."""
 WIDE = 0.2
 """Largest distance of quartiles, as a share of the median, for which times can be compared."""
 
@@ -37,22 +39,18 @@ class Settings:
         repeats: repetitions of each step; None: as many as ``budget`` allows.
         fewest: least number of repetitions, whatever the budget.
         budget: seconds for the repetitions of one workload.
-        layout: memory format of the input.
     """
 
     threads: int
     repeats: int | None = None
     fewest: int = MIN_REPEATS
     budget: float = 45.0
-    layout: str = LAYOUTS[0]
 
     def __post_init__(self) -> None:
         for name in ("threads", "repeats", "fewest"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
-        if self.layout not in LAYOUTS:
-            raise ValueError(f"layout must be {' or '.join(LAYOUTS)}, got {self.layout!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +103,7 @@ def measure(workload: Workload, methods: Sequence[Method], settings: Settings) -
     run = wanted if reference in wanted else [reference, *wanted]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="TypedStorage is deprecated")  # memcnn, at every block
-        cases = {method.name: Case(workload, method, layout=settings.layout) for method in run}
+        cases = {method.name: Case(workload, method) for method in run}
         for case in cases.values():
             case()
         saved = {name: case.saved_bytes() for name, case in cases.items()}
@@ -120,7 +118,7 @@ def measure(workload: Workload, methods: Sequence[Method], settings: Settings) -
         name = method.name
         low, median, high = quartiles(seconds[name])
         counts, operations = recorded[name]
-        found = in_fresh_process(measure_step, workload, name, settings.threads, settings.layout)
+        found = in_fresh_process(measure_step, workload, name, settings.threads)
         rows.append(
             Row(
                 workload=workload.name,
@@ -149,9 +147,7 @@ def _alone(counts: Counter[Any], seconds: Mapping[Any, list[float]]) -> float:
 
 def quartiles(seconds: list[float]) -> tuple[float, float, float]:
     """Return the lower quartile, the median and the upper quartile."""
-    if len(seconds) == 1:
-        return seconds[0], seconds[0], seconds[0]
-    low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
+    low, median, high = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else 3 * seconds
     return low, median, high
 
 
@@ -203,3 +199,29 @@ def interleave(
         if collecting:
             gc.enable()
     return seconds
+
+
+def _repeated(case: Case, count: int) -> Callable[[], None]:
+    case()
+
+    def run() -> None:
+        for _ in range(count):
+            case()
+        case.clear()
+
+    return run
+
+
+def block_seconds(workloads: Sequence[Workload], settings: Settings) -> dict[str, dict[str, float]]:
+    """Return method -> workload -> seconds of a block. A shallow network takes more steps in a round, to last equally long."""
+    depths = {workload.name: workload.options["depth"] for workload in workloads}
+    counts = {name: max(depths.values()) // depth for name, depth in depths.items()}
+    actions = {
+        (method, workload.name): _repeated(Case(workload, METHODS[method]), counts[workload.name])
+        for workload in workloads
+        for method in ("store", "revode")
+    }
+    found: dict[str, dict[str, float]] = {method: {} for method in ("store", "revode")}
+    for (method, name), seconds in interleave(actions, settings.repeats, OVER_DEPTH, settings.fewest).items():
+        found[method][name] = statistics.median(seconds) / (counts[name] * depths[name])
+    return found

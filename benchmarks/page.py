@@ -16,7 +16,7 @@ from workloads import BOOKKEEPING, DEPTHS, NUM_TINY, STAGES, WORKLOADS
 Values = list[tuple[str, float]]
 """(where, value) pairs; the worst decides."""
 Blocks = dict[str, dict[str, float]]
-"""Method -> workload -> seconds of a block, as benchmarks/blocks.py writes them."""
+"""Method -> workload -> seconds of a block, as ``bench.py --blocks`` writes them."""
 
 
 class Rows:
@@ -34,10 +34,6 @@ class Rows:
         """Return the fastest row of several methods."""
         found = [row for row in (self.get(workload, method, dtype) for method in methods) if row is not None]
         return min(found, key=lambda row: row.seconds, default=None)
-
-    def fastest_peer(self, workload: str) -> Row | None:
-        """Return the row of the fastest other library, or None if none was measured."""
-        return self.best(workload, "float32", *PEERS)
 
 
 @dataclass(frozen=True)
@@ -103,7 +99,7 @@ def _ratios(workloads: Iterable[str], above: str, below: str, column: str = "sec
 
 def _fastest_peer(*workloads: str) -> Callable[[Rows], Values]:
     def values(rows: Rows) -> Values:
-        pairs = [(name, rows.get(name, "revode"), rows.fastest_peer(name)) for name in workloads]
+        pairs = [(name, rows.get(name, "revode"), rows.best(name, "float32", *PEERS)) for name in workloads]
         return [(f"{name} ({peer.method})", peer.seconds / ours.seconds) for name, ours, peer in pairs if ours and peer]
 
     return values
@@ -255,7 +251,7 @@ def _scaling(blocks: Blocks) -> str:
     """Return the time of one block over depth."""
     lines = [[method, *(f"{times[name] * 1e3:.3f}" for name in DEPTHS)] for method, times in blocks.items()]
     table = markdown(["method", *(f"{depth} blocks" for depth in DEPTHS.values())], lines)
-    command = "All depths timed in the same rounds. `.venv/bin/python benchmarks/blocks.py docs`"
+    command = "All depths timed in the same rounds. `.venv/bin/python benchmarks/bench.py --blocks docs`"
     return table and f"### Time of a step for each block (ms)\n\n{command}\n\n{table}\n"
 
 

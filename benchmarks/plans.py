@@ -22,6 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from revode.files import write_atomically
 from revode.networks import step_bytes
+from revode_lab.system import peak as process_peak
+from revode_lab.system import reset_peak
 
 PLANS: dict[str, Any] = {
     # as nnU-Net plans them: a spacing that is coarse along the first axis, and an isotropic one
@@ -45,19 +47,18 @@ THEIRS = "dynamic_network_architectures.architectures.unet.ResidualEncoderUNet"
 NEEDS_IMPORT = ["conv_op", "norm_op", "dropout_op", "nonlin"]
 
 
-def arguments(plan, ndim=3, blocks=None):
+def arguments(plan):
     """The architecture of a plans file: names in place of classes, as JSON has them."""
-    stages = len(plan["features"])
     return {
-        "n_stages": stages,
+        "n_stages": len(plan["features"]),
         "features_per_stage": plan["features"],
-        "conv_op": f"torch.nn.modules.conv.Conv{ndim}d",
+        "conv_op": "torch.nn.modules.conv.Conv3d",
         "kernel_sizes": plan["kernels"],
         "strides": plan["strides"],
-        "n_blocks_per_stage": blocks or [1, 3, 4, 6, 6, 6][:stages],
-        "n_conv_per_stage_decoder": [1] * (stages - 1),
+        "n_blocks_per_stage": [1, 3, 4, 6, 6, 6],
+        "n_conv_per_stage_decoder": [1, 1, 1, 1, 1],
         "conv_bias": True,
-        "norm_op": f"torch.nn.modules.instancenorm.InstanceNorm{ndim}d",
+        "norm_op": "torch.nn.modules.instancenorm.InstanceNorm3d",
         "norm_op_kwargs": {"eps": 1e-05, "affine": True},
         "dropout_op": None,
         "dropout_op_kwargs": None,
@@ -66,12 +67,12 @@ def arguments(plan, ndim=3, blocks=None):
     }
 
 
-def build(kind: str, plan: dict[str, Any], deep_supervision: bool = True, blocks: list[int] | None = None) -> Any:
+def build(kind: str, plan: dict[str, Any]) -> Any:
     """Return the network, made by nnU-Net's own function."""
     from nnunetv2.utilities.get_network_from_plans import get_network_from_plans
 
-    options = arguments(plan, blocks=blocks) | ({"exact": True} if kind == OURS else {})
-    return get_network_from_plans(kind, options, NEEDS_IMPORT, 1, 3, True, deep_supervision)
+    options = arguments(plan) | ({"exact": True} if kind == OURS else {})
+    return get_network_from_plans(kind, options, NEEDS_IMPORT, 1, 3, True, True)
 
 
 def rows(name: str, plan: dict[str, Any]) -> list[str]:
@@ -103,15 +104,10 @@ def step(name: str) -> None:
     torch.set_num_threads(1)
     net, plan = build(OURS, PLANS[name]), PLANS[name]
     step_bytes(net, torch.zeros(1, 1, *plan["crop"]))  # libraries load their code
-    before, start = resident("VmRSS"), time.process_time()
+    before, start = reset_peak(), time.process_time()
     _, peak = step_bytes(net, torch.randn(1, 1, *plan["patch"]))
-    grown = resident("VmHWM") - before
+    grown = process_peak() - before
     print(f"{peak / 1e9:.2f} GB | {grown / 1e9:.2f} GB | {time.process_time() - start:.0f} s")
-
-
-def resident(entry: str) -> int:
-    """Return the resident bytes of this process: now (``VmRSS``), or the most so far (``VmHWM``)."""
-    return 1024 * int(Path("/proc/self/status").read_text().split(f"{entry}:")[1].split()[0])
 
 
 def main() -> None:
@@ -121,7 +117,6 @@ def main() -> None:
     args = parser.parse_args()
     if args.step:
         return step(args.step)
-    print("networks on fake tensors, then a step of each in a process of its own", flush=True)
     table = [row for name, plan in PLANS.items() for row in rows(name, plan)]
     measured = []
     for name, (words, limit) in itertools.product(PLANS, ALLOCATORS.items()):
@@ -163,11 +158,8 @@ one. "Resident" is what the process grew by at most.
 |---|---:|---:|---:|
 {measured}
 
-The tensors are the predicted ones. Resident memory is larger, for two reasons:
-
-- oneDNN copies what a convolution reads and writes into its own layout: four bfloat16 tensors of the finest branch in its
-  backward pass, 0.21 and 0.27 GB. They are no tensors of torch. GPUs have workspace of another size there.
-- By default glibc keeps memory that was freed: 0.57 and 0.28 GB. `MALLOC_MMAP_THRESHOLD_=65536` makes it give that back.
+Resident memory is larger. oneDNN copies what a convolution reads and writes into its own layout, and those copies are no
+tensors of torch. By default glibc keeps memory that was freed; `MALLOC_MMAP_THRESHOLD_=65536` makes it give that back.
 """
 
 

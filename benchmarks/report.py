@@ -8,14 +8,13 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import methods
 from measure import Row, Settings
 from workloads import DTYPES, WORKLOADS
 
 from revode.files import write_atomically
-from revode_lab.files import human_bytes, processor, versions
+from revode_lab.system import human_bytes, processor, versions
 
 HEADER = ("method", "ms", "quartiles", "/store", "saved", "peak", "error", "floor", "ops")
 LEGEND = (
@@ -34,7 +33,6 @@ def conditions(settings: Settings) -> dict[str, str]:
         "processor": processor(),
         "cores": str(os.cpu_count()),
         "threads": str(settings.threads),
-        "layout": settings.layout,
         **versions(),
         "load before": f"{os.getloadavg()[0]:.1f}",
     }
@@ -89,7 +87,7 @@ def milliseconds(seconds: float) -> str:
 def write(rows: Sequence[Row], facts: dict[str, str], folder: Path) -> Path:
     """Write benchmarks.json and return its path."""
     folder.mkdir(parents=True, exist_ok=True)
-    content: dict[str, Any] = {"conditions": facts, "rows": [dataclasses.asdict(row) for row in rows]}
+    content = {"conditions": facts, "rows": [dataclasses.asdict(row) for row in rows]}
     write_atomically(folder / "benchmarks.json", json.dumps(content, indent=1) + "\n")
     return folder / "benchmarks.json"
 

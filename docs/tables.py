@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from revode_lab.files import human_bytes
 from revode_lab.reproduce import paper
 from revode_lab.reproduce.accuracy import spread
 from revode_lab.reproduce.item import ABSENT, by_training, conditions, percent
+from revode_lab.system import human_bytes
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/results.md", "docs/engine.md", "docs/speed.md")

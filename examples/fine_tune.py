@@ -47,7 +47,7 @@ from revode.files import write_atomically
 from revode.memory import SavedTensors
 from revode.schemes import Scheme
 from revode_lab.data import data_root
-from revode_lab.files import commit, human_bytes, machine, processor, read_json, versions, write_json
+from revode_lab.system import commit, human_bytes, machine, processor, read_json, versions, write_json
 
 PLAIN, DEFAULT = "plain", "BDIA(1/16)"
 CONVERSIONS: dict[str, Callable[[], Scheme] | None] = {

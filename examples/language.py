@@ -50,7 +50,7 @@ from revode.networks import GPT
 from revode.schemes import Scheme
 from revode_lab.charts import lines, standalone
 from revode_lab.data import data_root
-from revode_lab.files import commit, human_bytes, machine, processor, read_json, versions, write_json
+from revode_lab.system import commit, human_bytes, machine, processor, read_json, versions, write_json
 
 SCHEMES: dict[str, dict[str, Any]] = {
     "plain": {"scheme": "midpoint", "blend": 0.0},

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import revode
 from revode.memory import SavedTensors
-from revode_lab.files import write_json
+from revode_lab.system import write_json
 
 WAYS = {
     "torchdiffeq, stored": ("odeint", {}),

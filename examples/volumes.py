@@ -45,8 +45,7 @@ from revode.memory import SavedTensors
 from revode.networks import StagedClassifier, describe, step_bytes
 from revode_lab.charts import lines, standalone
 from revode_lab.data import data_root
-from revode_lab.files import human_bytes, write_json
-from revode_lab.fresh import peak
+from revode_lab.system import human_bytes, peak, write_json
 
 CLASSES = ("background", "grey", "white", "other")
 PACKAGE = "nilearn==0.14.1"

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import multiprocessing
-import resource
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -42,25 +38,3 @@ def _answer(sender: Any, function: Callable[..., Any], *arguments: Any) -> None:
         sender.send((function(*arguments), None))
     except Exception as error:
         sender.send((None, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"))
-
-
-def reset_peak() -> int:
-    """Give back free memory, restart the peak where the system allows it, and return the peak."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
-    with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as stream:
-        stream.write("5")
-    return peak()
-
-
-def peak() -> int:
-    """Return the peak resident set in bytes: of this program where the system tells (``VmHWM``).
-
-    ``ru_maxrss``, which stands in elsewhere, begins at the peak of the program that started this one.
-    """
-    with contextlib.suppress(OSError), open("/proc/self/status") as stream:
-        for line in stream:
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -16,9 +16,8 @@ import revode
 from revode.engine import ReversibleSequence
 from revode.memory import SavedTensors, graph_nodes
 from revode_lab.baselines import BASELINES, replace_sequences
-from revode_lab.fresh import peak, reset_peak
+from revode_lab.system import peak, reset_peak
 
-LAYOUTS = ("channels_last", "contiguous")
 SEED = 0
 
 
@@ -35,7 +34,6 @@ class Step:
     Args:
         module: A sequence gets an input that needs a gradient, as in the middle of a network.
         shape: Shape of a sample.
-        layout: One of `LAYOUTS`, of kernels, and of the images or features that come in.
         autocast: Run under autocast to bfloat16, beside parameters in float32.
         wrap: Replaces the module after its parameters were listed, so that all wrappings share their order.
     """
@@ -47,22 +45,19 @@ class Step:
         batch: int,
         *,
         dtype: torch.dtype = torch.float32,
-        layout: str = LAYOUTS[0],
         autocast: bool = False,
         wrap: Callable[[nn.Module], nn.Module] = lambda module: module,
     ) -> None:
-        self.shape, self.dtype, self.layout, self.autocast = shape, dtype, layout, autocast
+        self.shape, self.dtype, self.autocast = shape, dtype, autocast
         self.has_gradient_of_input = isinstance(module, ReversibleSequence)
         self.parameters = list(module.parameters())
-        self.module = wrap(module).to(dtype)
-        if layout == "channels_last":
-            self.module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.module = wrap(module).to(dtype).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.inputs = self.batch_of(batch)
 
     def batch_of(self, batch: int) -> Tensor:
         """Return so many samples, the first ones of any larger batch."""
         x = torch.randn(batch, *self.shape, generator=torch.Generator().manual_seed(SEED + 1)).to(self.dtype)
-        if self.layout == "channels_last" and x.dim() == 4:
+        if x.dim() == 4:
             x = x.contiguous(memory_format=torch.channels_last)
         return x.requires_grad_(self.has_gradient_of_input)
 

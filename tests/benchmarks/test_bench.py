@@ -104,7 +104,6 @@ def test_table_fits_the_screen_without_colour() -> None:
         (["--threads", "0"], "threads must be at least 1"),
         (["--repeats", "-1"], "repeats must be at least 1"),
         (["--batch", "0"], "--batch must be at least 1"),
-        (["--layout", "rows"], "channels_last or contiguous"),
         (["--dtype", "float16"], "float32 or bfloat16"),
         (["--rows", "no-such-file.json"], "no-such-file.json"),
     ],

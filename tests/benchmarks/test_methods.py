@@ -101,11 +101,10 @@ def test_peers_leave_the_import_path_as_it_was() -> None:
     assert sys.path == before
 
 
-@pytest.mark.parametrize("layout", ["channels_last", "contiguous"])
-def test_layout_reaches_the_input(tiny_stage: Workload, layout: str) -> None:
-    case = Case(tiny_stage, METHODS["store"], layout=layout)
-    assert case.inputs.is_contiguous(memory_format=torch.channels_last) == (layout == "channels_last")
-    assert case.inputs.is_contiguous() == (layout == "contiguous")
+def test_images_and_kernels_are_in_channels_last(tiny_stage: Workload) -> None:
+    case = Case(tiny_stage, METHODS["store"])
+    tensors = [case.inputs, *(parameter for parameter in case.parameters if parameter.dim() == 4)]
+    assert all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in tensors)
 
 
 def test_workloads_hold_what_was_asked_for() -> None:

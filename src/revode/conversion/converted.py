@@ -23,8 +23,16 @@ from torch.utils import _pytree as pytree
 
 from revode.conversion.hugging_face import Collector, is_cache, is_filled, refuse_updates
 from revode.engine.branch import Context, Replayed
-from revode.engine.call import Arguments, alias, compilation_is_possible, eagerly, tensor_leaves, version_of
-from revode.engine.grid import DEFAULT_BITS, Grid, gradient_in_strides, magnitude
+from revode.engine.call import (
+    Arguments,
+    alias,
+    compilation_is_possible,
+    eagerly,
+    gradient_in_strides,
+    tensor_leaves,
+    version_of,
+)
+from revode.engine.grid import DEFAULT_BITS, Grid, magnitude
 from revode.engine.path import Path, entered
 from revode.engine.replay import is_replaying
 from revode.engine.step import Step, advance

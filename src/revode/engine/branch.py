@@ -21,8 +21,8 @@ from torch.autograd import Variable
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 
-from revode.engine.call import Arguments, Autocast, Settings, alias, look_into, tensor_leaves, versions_of
-from revode.engine.grid import Grid, RangeFlags, with_strides
+from revode.engine.call import Arguments, Autocast, Settings, alias, look_into, tensor_leaves, versions_of, with_strides
+from revode.engine.grid import Grid, RangeFlags
 from revode.engine.inspection import Contents, contents_of, hooks_hear_every_module, is_sharded, keywords_of
 from revode.engine.randomness import Streams
 from revode.engine.replay import Call, Record

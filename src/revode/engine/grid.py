@@ -62,36 +62,6 @@ class _ShrinkOnGrid(torch.autograd.Function):
         return grad_outputs[0] * ctx.factor, None, None, None
 
 
-class _GradientInStrides(torch.autograd.Function):
-    """The identity on x, with the gradient laid out as x is."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return torch.ops.aten.alias(x)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.strides = inputs[0].stride()
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        return with_strides(grad_outputs[0], ctx.strides)
-
-
-def gradient_in_strides(x: Tensor) -> Tensor:
-    """Return x, with its gradient in the strides of x, as the engine gives it to a branch."""
-    return _GradientInStrides.apply(x)  # type: ignore[return-value]
-
-
-def with_strides(x: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """Return x in these strides, copied if necessary: kernels may give other bits on another layout."""
-    if x.stride() == strides:
-        return x
-    return x.new_empty_strided(x.shape, strides).copy_(x)
-
-
 def magnitude(x: Tensor) -> Tensor:
     """Return the largest magnitude in x, or NaN. (In one row, minima and maxima are 25 times faster than a norm.)"""
     least, most = torch.aminmax(elements(x))

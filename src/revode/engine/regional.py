@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
-from revode.engine.call import Autocast
-from revode.engine.grid import Grid, with_strides
+from revode.engine.call import Autocast, with_strides
+from revode.engine.grid import Grid
 from revode.fields import KnownField, Normalize, Record, Statistics, batch_norm
 from revode.operators import Bias, along_channels
 from revode.schemes import Coupling, is_number

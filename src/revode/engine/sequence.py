@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from revode.engine import arrival
 from revode.engine.branch import Context, refuse_unknown_arguments
-from revode.engine.call import Arguments, compilation_is_possible, eagerly, tensor_leaves
-from revode.engine.grid import Grid, bytes_kept, with_strides
+from revode.engine.call import Arguments, compilation_is_possible, eagerly, tensor_leaves, with_strides
+from revode.engine.grid import Grid, bytes_kept
 from revode.engine.inspection import KNOWN, is_sharded
 from revode.engine.path import Path, entered
 from revode.engine.regional import compile_branches

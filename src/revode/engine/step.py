@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from revode.engine import arrival
 from revode.engine.branch import Context, Evaluation, Known, Replayed, evaluation_of, known_field
-from revode.engine.call import Arguments
-from revode.engine.grid import gradient_in_strides, with_strides
+from revode.engine.call import Arguments, gradient_in_strides, with_strides
 from revode.engine.regional import CompiledField
 from revode.engine.replay import Call, call_to_invert
 from revode.schemes import Coupling, Factor, Rounding, is_number, times

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from revode.engine import arrival
 from revode.engine.branch import Context
-from revode.engine.call import Arguments, compilation_is_possible, eagerly, tensor_leaves, version_of
-from revode.engine.grid import with_strides
+from revode.engine.call import Arguments, compilation_is_possible, eagerly, tensor_leaves, version_of, with_strides
 from revode.engine.path import Path, entered
 from revode.engine.step import Pass, step_of
 from revode.engine.strategy import Strategy

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from revode_lab.commands import check_folder, require, use_threads
+from revode_lab.system import check_folder, require, use_threads
 
 _EPILOG = """example: revode analyze hamiltonian-74
          revode analyze hamiltonian-74 --against resnet-32

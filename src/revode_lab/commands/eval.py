@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from revode_lab.commands import require, use_threads
+from revode_lab.system import require, use_threads
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

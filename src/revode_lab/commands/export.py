@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from revode_lab.commands import require
+from revode_lab.system import require
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

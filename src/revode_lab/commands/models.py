@@ -84,7 +84,7 @@ def _print_list(as_json: bool) -> int:
 
 def _bill(description: dict[str, Any]) -> list[str]:
     """Return the table of one network, in 80 columns."""
-    from revode_lab.files import human_bytes
+    from revode_lab.system import human_bytes
 
     strategies = list(description["activation_bytes"])
     prefix, unit = next((p, u) for p, u in _FLOPS.items() if description["flops_per_image"] >= 100 * u or p == "M")

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from revode_lab.commands import check_folder, keep_freed_memory, require, use_threads
 from revode_lab.reproduce import BUDGETS, ITEMS
+from revode_lab.system import check_folder, keep_freed_memory, require, use_threads
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 
-from revode_lab.commands import keep_freed_memory, require
+from revode_lab.system import keep_freed_memory, require
 from revode_lab.training.config import LEAVES, RECIPES, add_flags, configure, read_yaml
 
 

@@ -30,7 +30,7 @@ from revode.errors import unknown
 from revode.files import write_atomically
 from revode_lab.data.catalogue import LAYOUTS, DataFile, DatasetInfo, Layout, data_root, describe, own_images
 from revode_lab.data.files import find_faults
-from revode_lab.files import human_bytes
+from revode_lab.system import human_bytes
 
 TIMEOUT = 30.0
 """Seconds without a byte after which a connection counts as lost."""

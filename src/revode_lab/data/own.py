@@ -36,7 +36,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from revode.files import write_atomically
 from revode_lab.data.catalogue import data_root, own_images
 from revode_lab.data.sets import Dataset, Split, hold_out
-from revode_lab.files import human_bytes, read_json
+from revode_lab.system import human_bytes, read_json
 
 EDGE, TEST_SHARE = 32, 0.2
 _IMAGES, _FACTS = "images.npy", "facts.json"

@@ -8,7 +8,6 @@ from typing import Any
 
 from revode.networks import PAPER_PARAMETERS
 from revode_lab import charts
-from revode_lab.files import human_time
 from revode_lab.reproduce import paper
 from revode_lab.reproduce.item import (
     ABSENT,
@@ -24,7 +23,8 @@ from revode_lab.reproduce.item import (
     percent,
 )
 from revode_lab.reproduce.task import Setup, TrainingRun
-from revode_lab.training.levels import mean_cost, parse_levels
+from revode_lab.system import human_time
+from revode_lab.training.config import mean_cost, parse_levels
 
 NAMES = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "stl10": "STL-10"}
 BASELINE = "resnet-32-stl"

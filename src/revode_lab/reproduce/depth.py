@@ -12,11 +12,11 @@ import torch
 from revode.engine import DEFAULT_BITS
 from revode.networks import model_config
 from revode_lab import charts, data
-from revode_lab.files import human_bytes
 from revode_lab.reproduce import paper
 from revode_lab.reproduce.accuracy import REVERSIBLY, smoke_levels
 from revode_lab.reproduce.item import ABSENT, SMOKE, SMOKE_NOTE, Budget, Chart, Findings, Item, Outcome, Table, percent
 from revode_lab.reproduce.task import NetworkTask, Setup, Task, TaskFailed, TrainingRun
+from revode_lab.system import human_bytes
 
 STRATEGIES = ("reversible", "checkpoint-sqrt", "checkpoint", "store")
 """The library, and the baselines of `revode_lab.baselines`."""

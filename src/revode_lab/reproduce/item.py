@@ -18,10 +18,10 @@ from revode.errors import unknown
 from revode.files import write_atomically
 from revode_lab.charts import standalone
 from revode_lab.data.catalogue import LAYOUTS, data_root
-from revode_lab.files import human_bytes, human_time, locked, processor, write_json
 from revode_lab.page import Page
 from revode_lab.reproduce import ITEMS
 from revode_lab.reproduce.task import Setup, Task, TaskFailed, TrainingRun
+from revode_lab.system import human_bytes, human_time, locked, processor, write_json
 from revode_lab.training.diagnosis import Diverged
 from revode_lab.training.run import read_metrics
 

@@ -23,10 +23,9 @@ from revode.engine import DEFAULT_BITS
 from revode.networks import create_model, describe, model_config
 from revode.operators import NORMS
 from revode_lab import data
-from revode_lab.files import commit, human_range, human_time, locked, machine, read_json, versions, write_json
-from revode_lab.training.config import FREE, Config, configure
+from revode_lab.system import commit, human_range, human_time, locked, machine, read_json, versions, write_json
+from revode_lab.training.config import FREE, Config, configure, mean_cost, parse_levels
 from revode_lab.training.job import count_steps
-from revode_lab.training.levels import mean_cost, parse_levels
 from revode_lab.training.planning import fastest
 from revode_lab.training.run import RESULT
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from revode_lab import charts
-from revode_lab.files import human_bytes
-from revode_lab.fresh import in_fresh_process, peak, reset_peak
+from revode_lab.fresh import in_fresh_process
 from revode_lab.reproduce.accuracy import FAMILIES, HAMILTONIAN, REVERSIBLY
 from revode_lab.reproduce.item import FEW_STEPS, SHORT, SMOKE, SMOKE_NOTE, Budget, Chart, Findings, Item, Outcome, Table
 from revode_lab.reproduce.task import Setup, Task, TaskFailed, TrainingRun
+from revode_lab.system import human_bytes, peak, reset_peak
 from revode_lab.training.config import Config
 
 STRATEGIES = ("reversible", "store")

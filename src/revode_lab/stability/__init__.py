@@ -30,6 +30,7 @@ from revode_lab.stability.propagation import (
     adversarial_sensitivity,
     hamiltonian_energy,
     noise_sensitivity,
+    reconstruction_profile,
     signal_propagation,
 )
 from revode_lab.stability.reversibility import (
@@ -37,7 +38,6 @@ from revode_lab.stability.reversibility import (
     drift,
     gradient_error,
     reconstruction_error,
-    reconstruction_profile,
 )
 from revode_lab.stability.spectra import Jacobian, Spectrum, similar_matrix, spectrum, unit_spectra
 

@@ -22,9 +22,10 @@ from revode_lab.stability.propagation import (
     adversarial_sensitivity,
     hamiltonian_energy,
     noise_sensitivity,
+    reconstruction_profile,
     signal_propagation,
 )
-from revode_lab.stability.reversibility import Drift, drift, reconstruction_profile
+from revode_lab.stability.reversibility import Drift, drift
 from revode_lab.stability.spectra import Spectrum, unit_spectra
 from revode_lab.stability.walk import (
     analysis_copy,

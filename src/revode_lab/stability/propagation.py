@@ -1,4 +1,4 @@
-"""Signals, gradients and energy over the depth of a network, and the sensitivity of its class scores.
+"""Signals, gradients, rounding errors and energy over the depth of a network, and the sensitivity of its class scores.
 
 The two-layer network is Hamilton's system y' = ∂H/∂z, z' = -∂H/∂y of
 
@@ -11,9 +11,10 @@ integrator's doing, and no bound on h removes it. Smooth weights and small steps
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -22,8 +23,19 @@ from torch import Tensor, nn
 from revode.engine import ReversibleSequence
 from revode.fields import SymmetricField
 from revode.operators import ACTIVATIONS, Bias
+from revode.schemes import State
 from revode_lab.stability.dynamics import is_first_order
-from revode_lab.stability.walk import Parts, Place, flatten_state, pair_scale, prepared, steps_of, unit_states, walk
+from revode_lab.stability.walk import (
+    Parts,
+    Place,
+    flatten_state,
+    members,
+    pair_scale,
+    prepared,
+    steps_of,
+    unit_states,
+    walk,
+)
 
 
 @dataclass(frozen=True)
@@ -108,6 +120,24 @@ def _loss(output: Tensor, labels: Tensor | None) -> Tensor:
         return nn.functional.cross_entropy(output, target, reduction="sum")
     weight = torch.randn(output[0].shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return (output * weight.to(output)).sum()
+
+
+def relative_error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """Return |found - expected| / |expected|, over all tensors together, in double precision."""
+    difference = sum(float((a.double() - b.double()).square().sum()) for a, b in zip(found, expected, strict=True))
+    size = sum(float(b.double().square().sum()) for b in expected)
+    return (difference / size) ** 0.5 if size > 0 else difference**0.5
+
+
+def reconstruction_profile(sequence: ReversibleSequence, x: Tensor | State) -> list[float]:
+    """Return the relative error of the state on the way back: at the entrance, then after each step; the last is 0."""
+    sequence = copy.deepcopy(sequence)
+    with torch.no_grad():
+        states = list(sequence.states(x))
+        started = None if isinstance(x, Tensor) else True
+        back = reversed(list(sequence.states_back(cast(State, states[-1]), started=started)))
+        errors = [relative_error(members(found), members(state)) for found, state in zip(back, states, strict=True)]
+    return errors[:: sequence.scheme.fields_per_step]
 
 
 _ANTIDERIVATIVES: dict[Any, Callable[[Tensor], Tensor]] = {

@@ -11,14 +11,13 @@ import itertools
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from revode.engine import ReversibleSequence
-from revode.schemes import State
-from revode_lab.stability.walk import members, prepared, unit_inputs
+from revode_lab.stability.propagation import relative_error
+from revode_lab.stability.walk import prepared, unit_inputs
 
 
 @dataclass(frozen=True)
@@ -61,13 +60,6 @@ def resized(
     return clone if dtype is None else clone.to(dtype)
 
 
-def relative_error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """Return |found - expected| / |expected|, over all tensors together, in double precision."""
-    difference = sum(float((a.double() - b.double()).square().sum()) for a, b in zip(found, expected, strict=True))
-    size = sum(float(b.double().square().sum()) for b in expected)
-    return (difference / size) ** 0.5 if size > 0 else difference**0.5
-
-
 def reconstruction_error(sequence: ReversibleSequence, x: Tensor) -> float:
     """Return the relative error of ``inverse`` after ``forward``; on a grid, of the rounded input it promises to return."""
     sequence = copy.deepcopy(sequence)  # a call in training mode moves running statistics
@@ -81,17 +73,6 @@ def reconstruction_error(sequence: ReversibleSequence, x: Tensor) -> float:
 def unit_reconstruction_errors(model: nn.Module, images: Tensor) -> list[float]:
     """Return the relative reconstruction error of every unit on its own input, in the model's dtype."""
     return [reconstruction_error(resized(unit), x) for unit, x in unit_inputs(*prepared(model, images, None))]
-
-
-def reconstruction_profile(sequence: ReversibleSequence, x: Tensor | State) -> list[float]:
-    """Return the relative error of the state on the way back: at the entrance, then after each step; the last is 0."""
-    sequence = copy.deepcopy(sequence)
-    with torch.no_grad():
-        states = list(sequence.states(x))
-        started = None if isinstance(x, Tensor) else True
-        back = reversed(list(sequence.states_back(cast(State, states[-1]), started=started)))
-        errors = [relative_error(members(found), members(state)) for found, state in zip(back, states, strict=True)]
-    return errors[:: sequence.scheme.fields_per_step]
 
 
 def _gradients(sequence: ReversibleSequence, x: Tensor, weight: Tensor) -> list[Tensor]:

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from revode_lab.charts import Points, bars, lines
-from revode_lab.files import human_bytes, human_time, read_json
 from revode_lab.page import Page
+from revode_lab.system import human_bytes, human_time, read_json
 from revode_lab.training.checkpoint import CONFIG, RESULT
-from revode_lab.training.config import LEAVES, Config, from_leaves, read_yaml
-from revode_lab.training.levels import cost_until, parse_levels
+from revode_lab.training.config import LEAVES, Config, cost_until, from_leaves, parse_levels, read_yaml
 from revode_lab.training.run import read_metrics
 
 PAGE = "comparison.html"

@@ -13,14 +13,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import itertools
+import re
 import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from revode.errors import nearest, unknown
-from revode_lab.training.levels import num_epochs, parse_levels
 
 MOST_THREADS = 1024
 """More make the thread pool fail."""
@@ -171,6 +172,56 @@ FREE = frozenset(
     "device threads data_root report log_every checkpoint_every tensorboard monitor monitor_every evaluation_batch_size".split()
 )
 """Settings that leave a run the same run: where and how it runs, and what it writes down."""
+
+
+_LEVEL = re.compile(r"(\d+)@(\d+):(\d+)")
+
+
+class Level(NamedTuple):
+    """A network of so many layers on images of this size, for so many epochs."""
+
+    layers: int
+    edge: int
+    epochs: int
+
+    @property
+    def cost(self) -> int:
+        """The cost of an epoch, in proportion to layers and areas of images."""
+        return self.layers * self.edge**2
+
+
+def parse_levels(text: str) -> tuple[Level, ...]:
+    """Return the levels of ``38@16:8,74@32:14``; none of an empty text."""
+    levels = []
+    for part in text.split(",") if text else []:
+        match = _LEVEL.fullmatch(part.strip())
+        if match is None:
+            raise ValueError(f"levels has {part!r}; expected layers@edge:epochs, as 38@16:8,74@32:14")
+        levels.append(Level(*map(int, match.groups())))
+    for first, second in itertools.pairwise(levels):
+        if second.layers < first.layers or second.edge < first.edge:
+            raise ValueError(f"levels is {text}; neither layers nor the edge of images may fall from level to level")
+    if any(not (level.edge and level.epochs) for level in levels):
+        raise ValueError(f"levels is {text}; every level needs an edge and epochs of at least 1")
+    return tuple(levels)
+
+
+def num_epochs(levels: tuple[Level, ...]) -> int:
+    """Return the epochs of all levels."""
+    return sum(level.epochs for level in levels)
+
+
+def cost_until(levels: tuple[Level, ...], epoch: int) -> float:
+    """Return the cost of the first epochs, in epochs of the last level."""
+    if not levels:
+        return float(epoch)
+    each = [level.cost for level in levels for _ in range(level.epochs)]
+    return sum(each[:epoch]) / levels[-1].cost
+
+
+def mean_cost(levels: tuple[Level, ...]) -> float:
+    """Return the mean cost of an epoch, in epochs of the last level."""
+    return cost_until(levels, num_epochs(levels)) / num_epochs(levels) if levels else 1.0
 
 
 def _check(values: dict[str, Any]) -> None:

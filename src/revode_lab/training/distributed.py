@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from revode.engine import OutOfRange
-from revode_lab.files import read_json, read_json_lines
+from revode_lab.system import read_json, read_json_lines
 from revode_lab.training.config import Config, ExecutionConfig, from_leaves
 from revode_lab.training.terminal import Interrupted, Interruption
 

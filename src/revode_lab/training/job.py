@@ -20,9 +20,8 @@ from torch.optim.swa_utils import update_bn
 from revode.networks import NetworkConfig, Resampling, StagedClassifier, build, config_at_depth, model_config
 from revode.regularizers import decay_groups
 from revode_lab import data
-from revode_lab.training.config import Config, OptimizationConfig
+from revode_lab.training.config import Config, OptimizationConfig, parse_levels
 from revode_lab.training.distributed import Group, replicate
-from revode_lab.training.levels import parse_levels
 
 _NUM_MEASURED = 16
 """Batches on which a new level measures the statistics of its batch norms."""

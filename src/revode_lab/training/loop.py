@@ -23,7 +23,7 @@ from revode.engine import OutOfRange, check
 from revode.files import write_atomically
 from revode.regularizers import smoothness_gradient_
 from revode_lab.data import Split
-from revode_lab.files import Taken, locked, read_json
+from revode_lab.system import Taken, locked, read_json
 from revode_lab.training import checkpoint
 from revode_lab.training.checkpoint import BEST, CONFIG, LAST, METRICS, PREVIOUS, RESULT, Position
 from revode_lab.training.config import Config

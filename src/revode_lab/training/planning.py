@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from revode.memory import PeakActivations
-from revode_lab.files import human_bytes, human_range
+from revode_lab.system import human_bytes, human_range
 from revode_lab.training.config import Config
 from revode_lab.training.distributed import process_group
 from revode_lab.training.job import Job

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from revode.engine import ReversibleSequence
 from revode_lab import data
 from revode_lab.charts import Points, bars, lines, pictures, shares
-from revode_lab.files import human_bytes, human_time
 from revode_lab.page import Page
 from revode_lab.stability.monitor import MEANINGS
+from revode_lab.system import human_bytes, human_time
 from revode_lab.training.checkpoint import REPORT
 from revode_lab.training.config import Config
 from revode_lab.training.run import Run, images_as_seen, load_run, read_metrics

@@ -27,7 +27,7 @@ from revode.files import unwritable, write_atomically
 from revode.networks import StagedClassifier, load, load_pretrained, save
 from revode_lab import data
 from revode_lab.data import DatasetInfo, Split
-from revode_lab.files import commit, machine, read_json, read_json_lines, versions, write_json
+from revode_lab.system import commit, machine, read_json, read_json_lines, versions, write_json
 from revode_lab.training.checkpoint import (
     CONFIG,
     FILES,

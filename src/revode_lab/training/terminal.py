@@ -14,8 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from revode_lab.files import human_bytes, human_time
-from revode_lab.fresh import peak
+from revode_lab.system import human_bytes, human_time, peak
 
 if TYPE_CHECKING:
     from revode_lab.training.checkpoint import Position

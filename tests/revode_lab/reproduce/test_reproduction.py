@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from revode_lab.cli import main
-from revode_lab.files import locked
 from revode_lab.reproduce import BUDGETS, ITEMS
 from revode_lab.reproduce.accuracy import spread
 from revode_lab.reproduce.depth import OverDepth, StepCost
 from revode_lab.reproduce.item import Budget, Findings, Item, Table, find_item, reproduce
 from revode_lab.reproduce.task import Setup, Task, TrainingRun, listing
+from revode_lab.system import locked
 from revode_lab.training.distributed import Group
 from revode_lab.training.job import Job
 from revode_lab.training.loop import train

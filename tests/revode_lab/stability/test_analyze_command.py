@@ -232,7 +232,7 @@ def test_hamiltonian_218_on_32_images_takes_under_a_minute_and_a_gigabyte(tmp_pa
     program = f"""
 import time
 from revode_lab.cli import main
-from revode_lab.fresh import peak
+from revode_lab.system import peak
 assert main(["analyze", "hamiltonian-218", "--out", {str(tmp_path)!r}, "--threads", "1"]) == 0
 print(time.process_time(), peak())
 """

@@ -12,9 +12,9 @@ from tiny_runs import assert_same_bits, command, read_rows, tiny
 import revode
 from revode_lab import data
 from revode_lab.training import Interrupted, configure, load_run, train
+from revode_lab.training.config import Level, mean_cost, num_epochs, parse_levels
 from revode_lab.training.distributed import Group, train_in_processes
 from revode_lab.training.job import Job
-from revode_lab.training.levels import Level, mean_cost, num_epochs, parse_levels
 from revode_lab.training.run import score_run
 
 LEVELS = "26@4:1,26@8:1,38@8:1"

@@ -10,8 +10,8 @@ from test_loop import SignalAt
 from tiny_runs import FLAGS, command, read_rows, tiny
 
 from revode_lab.data import load
-from revode_lab.files import locked, read_json
 from revode_lab.reproduce.task import Setup, TaskFailed
+from revode_lab.system import locked, read_json
 from revode_lab.training import Diverged, configure, load_run, train
 from revode_lab.training.checkpoint import read_checkpoint
 from revode_lab.training.distributed import Group

@@ -16,7 +16,7 @@ import torch
 from tiny_runs import FLAGS, read_rows, tiny, without_batch_statistics
 from warm import COMMAND, WarmProcess
 
-from revode_lab.files import locked, read_json
+from revode_lab.system import locked, read_json
 from revode_lab.training import train
 from revode_lab.training.distributed import ProcessFailed, train_in_processes
 from revode_lab.training.run import load_run, score_run

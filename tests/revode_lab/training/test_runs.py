@@ -12,7 +12,7 @@ import pytest
 from tiny_runs import FLAGS, command
 
 import revode
-from revode_lab.files import locked
+from revode_lab.system import locked
 from revode_lab.training.run import MetricsLog, check_vacant, load_run, read_metrics, remove_run, vacant_folders
 
 
@@ -26,7 +26,7 @@ def test_two_processes_cannot_write_one_run(tmp_path):
 
 def test_the_lock_of_a_killed_process_does_not_block(tmp_path):
     script = (
-        "import os, signal, sys; from pathlib import Path\nfrom revode_lab.files import locked\n"
+        "import os, signal, sys; from pathlib import Path\nfrom revode_lab.system import locked\n"
         "with locked(Path(sys.argv[1])): os.kill(os.getpid(), signal.SIGKILL)"
     )
     child = subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=240)

@@ -1,4 +1,4 @@
-"""Small tools of the laboratory: JSON files, locks, units, the machine.
+"""What the laboratory needs of the system: installed packages, JSON files, folders and locks, memory, units, the machine.
 
 Nothing heavy is imported at the top, so that ``--help`` answers at once.
 """
@@ -6,10 +6,14 @@ Nothing heavy is imported at the top, so that ``--help`` answers at once.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import importlib.util
 import json
 import os
 import platform
 import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +21,21 @@ from typing import Any
 from revode.files import write_atomically
 
 _LOCK = ".lock"
+
+_PACKAGES = ("filelock", "jinja2", "matplotlib", "onnx", "onnxscript", "scipy", "yaml")
+"""Modules that show whether the extra ``lab`` is installed."""
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+"""Parameters of glibc's ``mallopt``."""
+
+
+def require() -> None:
+    """Refuse a command if the packages of the laboratory are not installed; the first thing that it does."""
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(
+            f"not installed: {', '.join(missing)}; run: pip install 'revode[lab]' (in a clone: pip install '.[lab]')"
+        )
 
 
 def write_json(path: Path, values: Any) -> None:
@@ -41,6 +60,22 @@ def read_json_lines(path: Path) -> list[Any]:
         with contextlib.suppress(ValueError):
             rows.append(json.loads(line))
     return rows
+
+
+def check_folder(path: str | None) -> None:
+    """Refuse a folder for results that cannot be one, before the work that would be lost."""
+    if path is None:
+        return
+    nearest = next((place for place in (Path(path), *Path(path).parents) if place.exists()), Path())
+    if not nearest.is_dir():
+        raise ValueError(f"--out is {path}, but {nearest} is a file; give a directory")
+    try:
+        with tempfile.TemporaryFile(dir=nearest):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"--out is {path}, but {nearest} cannot be written ({error.strerror}); give another"
+        ) from error
 
 
 class Taken(ValueError):
@@ -83,6 +118,54 @@ def umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
+
+
+def use_threads(number: int) -> None:
+    """Set the number of CPU threads; 0 leaves torch's choice."""
+    import torch
+
+    from revode_lab.training.config import MOST_THREADS
+
+    if not 0 <= number <= MOST_THREADS:
+        raise ValueError(f"--threads is {number}; expected 0 to {MOST_THREADS}")
+    if number:
+        torch.set_num_threads(number)
+
+
+def keep_freed_memory() -> None:
+    """Have the C library keep the memory of freed tensors for the next ones, up to a gigabyte.
+
+    By default glibc gives it back at every step, and the system hands it out again page by page. Other C libraries, and
+    tensors above 32 MB, which have pages of their own, stay as they are.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_MMAP_THRESHOLD, 1 << 25)
+        libc.mallopt(_TRIM_THRESHOLD, 1 << 30)
+
+
+def reset_peak() -> int:
+    """Give back free memory, restart the peak where the system allows it, and return the peak."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+    with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as stream:
+        stream.write("5")
+    return peak()
+
+
+def peak() -> int:
+    """Return the peak resident set in bytes: of this program where the system tells (``VmHWM``).
+
+    ``ru_maxrss``, which stands in elsewhere, begins at the peak of the program that started this one.
+    """
+    with contextlib.suppress(OSError), open("/proc/self/status") as stream:
+        for line in stream:
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    import resource  # not on every system
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def human_bytes(count: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from revode.errors import nearest, unknown
-from revode_lab.files import human_bytes, human_time, processor
+from revode_lab.system import human_bytes, human_time, processor
 
 
 def test_an_unknown_name_is_refused_with_the_nearest_and_all_choices() -> None:
