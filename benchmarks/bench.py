@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure, print and write; return the exit code."""
     if args.batch is not None and args.batch < 1:
         raise ValueError(f"--batch must be at least 1, got {args.batch}")
-    check_folder(args.out or args.blocks)
+    check_folder(args.out)
     if args.blocks:
         times = block_seconds([WORKLOADS[name] for name in DEPTHS], Settings(threads=torch.get_num_threads()))
         Path(args.blocks, "blocks.json").write_text(json.dumps(times, indent=1) + "\n")

@@ -117,9 +117,10 @@ class TestFlags:
         assert known in line.partition("nearest:")[2]
 
     def test_no_sentence_names_an_option_that_its_command_lacks(self) -> None:
-        """Rooms that several commands use call a flag with its command (`revode train --overwrite`), or by no name."""
-        shared = "networks stability engine files.py charts.py page.py training/run.py training/checkpoint.py".split()
-        of_one_command = ("check_vacant", "find_source", "_check_given", "export_onnx")  # which has the flag
+        """Code that several commands use calls a flag with its command (`revode train --overwrite`), or by no name."""
+        shared = "networks stability engine system.py charts.py page.py training/run.py training/checkpoint.py".split()
+        # What these say, only commands with the flag can hear.
+        of_one_command = ("check_vacant", "find_source", "_check_given", "export_onnx", "use_threads", "check_folder")
         for path in sorted(SOURCE.rglob("*.py")):
             if not str(path.relative_to(SOURCE)).startswith(tuple(shared)):
                 continue
