@@ -112,7 +112,13 @@ class Step:
 
 
 def network_cost(
-    name: str, options: dict[str, Any], batch: int, strategy: str, threads: int, num_timed: int = 1
+    name: str,
+    options: dict[str, Any],
+    batch: int,
+    strategy: str,
+    threads: int,
+    num_timed: int = 1,
+    autocast: bool = False,
 ) -> dict[str, Any]:
     """Return the cost of a step of a named network in this process, ``reversible`` or by one of `BASELINES`."""
     torch.set_num_threads(threads)
@@ -121,4 +127,4 @@ def network_cost(
         model = revode.create_model(name, **options)
     if strategy != "reversible":
         replace_sequences(model, BASELINES[strategy])
-    return Step(model, model.config.image_shape(), batch).cost(num_timed)
+    return Step(model, model.config.image_shape(), batch, autocast=autocast).cost(num_timed)

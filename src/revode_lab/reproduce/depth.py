@@ -30,16 +30,20 @@ class StepCost(NetworkTask):
         strategy: One of `STRATEGIES`.
         num_timed: Steps to time.
         fresh: Start a process for it; else only the bytes kept for backward mean something.
+        autocast: Run branches in bfloat16.
     """
 
     strategy: str
     batch_size: int = 32
     num_timed: int = 1
     fresh: bool = True
+    autocast: bool = False
 
     @property
     def title(self) -> str:
-        return f"{self.name} {self.strategy}, a step of {self.batch_size} images"
+        return (
+            f"{self.name} {self.strategy}, a step of {self.batch_size} images{' in bfloat16' if self.autocast else ''}"
+        )
 
     def flops(self) -> float:
         units = 4 * (1 + self.num_timed) + 1
@@ -51,7 +55,7 @@ class StepCost(NetworkTask):
 
         options = {**self.options, **data.describe(self.dataset).network_options}
         threads = setup.threads or torch.get_num_threads()
-        how = (self.model, options, self.batch_size, self.strategy, threads, self.num_timed)
+        how = (self.model, options, self.batch_size, self.strategy, threads, self.num_timed, self.autocast)
         try:
             found = in_fresh_process(network_cost, *how) if self.fresh else network_cost(*how) | {"peak_bytes": None}
         except RuntimeError as error:
@@ -245,6 +249,11 @@ BY_REFINEMENT = TrainingRun(
         "report": False,
     },
 )
+UPDATES = [
+    StepCost(model=DEEP, strategy=way, options={"h": 0.018, "exact": DEFAULT_BITS}, batch_size=100, autocast=True)
+    for way in ("reversible", "store")
+]
+"""A step of the last level, whose peak is that of a fresh process."""
 SMOKE_REFINEMENT = TrainingRun(model=DEEP, **smoke_levels())
 LEVELS_1202 = {
     "smoke": Budget(SMOKE_NOTE, "smoke budget", [SMOKE_REFINEMENT, OverDepth(run=SMOKE_REFINEMENT)]),
@@ -252,7 +261,7 @@ LEVELS_1202 = {
         "CPU budget: 74 layers for 8 epochs at 16x16 and 5 at 24x24, 218 layers for 2 at 24x24, then 120 steps of 100 images "
         "of 1,202 layers at 32x32, with h = 0.018; not the paper's schedule of 80,000 steps, nor its h = 0.1.",
         "cpu budget",
-        [BY_REFINEMENT, OverDepth(run=BY_REFINEMENT)],
+        [*UPDATES, BY_REFINEMENT, OverDepth(run=BY_REFINEMENT)],
     ),
     "paper": Budget("The paper's schedule: 80,000 steps of 32 images.", "paper budget", DEPTH_1202["paper"].tasks[-2:]),
 }
@@ -287,7 +296,7 @@ def _costs(budget: Budget, costs: list[Outcome]) -> tuple[Table, Chart]:
             "network, strategy": f"{task.name}, {task.strategy}",
             "parameters": f"{result['params']:,}",
             "layers": str(result["layers"]),
-            "batch": str(task.batch_size),
+            "batch": f"{task.batch_size}{', bfloat16' if task.autocast else ''}",
             "kept for backward": human_bytes(result["saved_bytes"]),
             "peak of a fresh process": ABSENT if result["peak_bytes"] is None else human_bytes(result["peak_bytes"]),
             "time of a step": f"{result['seconds_per_step']:.3g} s",
