@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from revode.engine.grid import Grid, with_strides
+from revode.engine.call import with_strides
+from revode.engine.grid import Grid
 
 DTYPES = {torch.float32: 24, torch.float64: 53}
 

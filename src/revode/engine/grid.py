@@ -10,6 +10,7 @@ element.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -193,7 +194,11 @@ class RangeFlags:
         for magnitude, where in zip(magnitudes, places, strict=True):
             if not magnitude < self._limit:
                 found = "NaN" if magnitude != magnitude else f"magnitude {magnitude:.4g}"
+                fewer = (
+                    self.grid.bits - math.ceil(math.log2(magnitude / self._limit)) - 1 if magnitude < math.inf else 0
+                )
+                hint = f" (exact={fewer})" if fewer > 0 else ""
                 raise OutOfRange(
                     f"exact={self.grid.bits} holds states of magnitude below {self._limit:g} only, found {found} {where}: "
-                    f"use fewer grid bits, a smaller h, or exact=False"
+                    f"use fewer grid bits{hint}, a smaller h, or exact=False"
                 )

@@ -17,7 +17,7 @@ ROUNDING_GROWTH = 64.0
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """Options that change how gradients are computed, and never their values.
+    """Options of how gradients are computed. Only `exact` changes numbers: states are rounded to the grid.
 
     >>> Strategy(exact=True).replace(backprop="store")
     Strategy(backprop='store', exact=True)
