@@ -225,20 +225,23 @@ def by_training(entries: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, A
 
 
 TRAINED = (
-    "How each was trained. Activations: the most bytes kept for backward at any moment of a step; hours: of one seed."
+    "How each was trained. Activations: the most bytes kept for backward at any moment of a step, by all processes; "
+    "hours: of one seed."
 )
 
 
 def conditions(own: list[dict[str, Any]]) -> dict[str, str]:
     """Return the conditions of one training, from its entries."""
     results = [entry["result"] for entry in own]
+    number = results[0]["num_processes"]
     return {
         "training": own[0]["title"].rpartition(", seed ")[0],
         "gradients": results[0]["gradients"],
-        "activations kept": human_bytes(results[0]["peak_activation_bytes"]),
+        "activations kept": human_bytes(number * results[0]["peak_activation_bytes"]),
         "epochs": f"{results[0]['epochs']:.3g}",
         "seeds": ", ".join(str(result["seed"]) for result in results),
-        "hours": f"{statistics.fmean(result['seconds'] for result in results) / 3600:.2g}",
+        "hours": f"{statistics.fmean(result['seconds'] for result in results) / 3600:.2g}"
+        + (f" in {number} processes" if number > 1 else ""),
     }
 
 
