@@ -47,18 +47,18 @@ THEIRS = "dynamic_network_architectures.architectures.unet.ResidualEncoderUNet"
 NEEDS_IMPORT = ["conv_op", "norm_op", "dropout_op", "nonlin"]
 
 
-def arguments(plan):
+def arguments(plan, ndim=3, blocks=None):
     """The architecture of a plans file: names in place of classes, as JSON has them."""
     return {
         "n_stages": len(plan["features"]),
         "features_per_stage": plan["features"],
-        "conv_op": "torch.nn.modules.conv.Conv3d",
+        "conv_op": f"torch.nn.modules.conv.Conv{ndim}d",
         "kernel_sizes": plan["kernels"],
         "strides": plan["strides"],
-        "n_blocks_per_stage": [1, 3, 4, 6, 6, 6],
-        "n_conv_per_stage_decoder": [1, 1, 1, 1, 1],
+        "n_blocks_per_stage": blocks or [1, 3, 4, 6, 6, 6][: len(plan["features"])],
+        "n_conv_per_stage_decoder": [1] * (len(plan["features"]) - 1),
         "conv_bias": True,
-        "norm_op": "torch.nn.modules.instancenorm.InstanceNorm3d",
+        "norm_op": f"torch.nn.modules.instancenorm.InstanceNorm{ndim}d",
         "norm_op_kwargs": {"eps": 1e-05, "affine": True},
         "dropout_op": None,
         "dropout_op_kwargs": None,
@@ -67,12 +67,12 @@ def arguments(plan):
     }
 
 
-def build(kind: str, plan: dict[str, Any]) -> Any:
+def build(kind: str, plan: dict[str, Any], deep_supervision: bool = True, blocks: list[int] | None = None) -> Any:
     """Return the network, made by nnU-Net's own function."""
     from nnunetv2.utilities.get_network_from_plans import get_network_from_plans
 
-    options = arguments(plan) | ({"exact": True} if kind == OURS else {})
-    return get_network_from_plans(kind, options, NEEDS_IMPORT, 1, 3, True, True)
+    options = arguments(plan, blocks=blocks) | ({"exact": True} if kind == OURS else {})
+    return get_network_from_plans(kind, options, NEEDS_IMPORT, 1, 3, True, deep_supervision)
 
 
 def rows(name: str, plan: dict[str, Any]) -> list[str]:
