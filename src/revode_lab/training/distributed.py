@@ -128,36 +128,13 @@ def process_group(config: ExecutionConfig) -> Iterator[Group]:
     if joined_here:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
-        with own_cores():
-            yield Group(rank, world_size, device, dist.new_group(backend="gloo") if device.type == "cuda" else None)
+        yield Group(rank, world_size, device, dist.new_group(backend="gloo") if device.type == "cuda" else None)
     finally:
         if joined_here:
             dist.destroy_process_group()
             # DistributedDataParallel keeps gloo's threads alive. One that still holds a tensor of the last exchange needs
             # the interpreter to let go of it, and aborts the process if the interpreter ends first. Here it gets its turn.
             time.sleep(_LETTING_GO)
-
-
-@contextlib.contextmanager
-def own_cores() -> Iterator[None]:
-    """Keep this process on cores of its own, where the processes of a machine take all of its cores.
-
-    Otherwise the system moves them from core to core, which costs up to a third of the speed.
-    """
-    here = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE", "1"))
-    cores, threads = (
-        sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [],
-        torch.get_num_threads(),
-    )
-    if len(cores) != here * threads:
-        yield
-        return
-    first = int(os.environ.get("LOCAL_RANK", "0")) * threads
-    os.sched_setaffinity(0, cores[first : first + threads])
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, cores)
 
 
 def choose_device(name: str, local_rank: int = 0) -> torch.device:

@@ -18,7 +18,7 @@ from warm import COMMAND, WarmProcess
 
 from revode_lab.system import locked, read_json
 from revode_lab.training import train
-from revode_lab.training.distributed import ProcessFailed, own_cores, train_in_processes
+from revode_lab.training.distributed import ProcessFailed, train_in_processes
 from revode_lab.training.run import load_run, score_run
 from revode_lab.training.terminal import Interrupted
 
@@ -124,26 +124,6 @@ def test_a_function_trains_in_processes_and_finds_the_run_again(tmp_path, capfd,
     request.getfixturevalue("warm_processes")
     assert train_in_processes(config, tmp_path / "run", 2) == result
     assert "nothing is left to do" in capfd.readouterr().out
-
-
-@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="the system does not tell a process's cores")
-def test_processes_that_take_all_cores_keep_to_their_own(monkeypatch):
-    cores, number = sorted(os.sched_getaffinity(0)), torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        seen = []
-        for rank in range(len(cores)):
-            monkeypatch.setenv("WORLD_SIZE", str(len(cores)))
-            monkeypatch.setenv("LOCAL_RANK", str(rank))
-            with own_cores():
-                seen += os.sched_getaffinity(0)
-            assert sorted(os.sched_getaffinity(0)) == cores
-        assert seen == cores
-        monkeypatch.setenv("WORLD_SIZE", str(len(cores) + 1))
-        with own_cores():
-            assert sorted(os.sched_getaffinity(0)) == cores
-    finally:
-        torch.set_num_threads(number)
 
 
 def test_a_process_that_fails_ends_the_others(tmp_path, capfd, warm_processes):
