@@ -7,7 +7,6 @@ same parameters on the same input.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from dataclasses import replace
@@ -20,7 +19,7 @@ from methods import METHODS, Method, find
 from report import conditions, read, replaced, text, write
 from workloads import DEPTHS, WORKLOADS, Workload
 
-from revode_lab.system import check_folder, keep_freed_memory
+from revode_lab.system import check_folder, keep_freed_memory, write_json
 
 _EPILOG = """example: python benchmarks/bench.py --quick
          python benchmarks/bench.py --workload stage-32x32 --method revode --method store
@@ -44,12 +43,8 @@ def build_parser() -> argparse.ArgumentParser:
     more = "also memory budgets on hamiltonian-74, and compiled steps\nthere and on the stages (slow)"
     add("--extra", action="store_true", help=more)
     add("--out", metavar="DIR", help="write benchmarks.json there")
+    add("--blocks", metavar="DIR", help="only time a block over depth, and write blocks.json there")
     given = "measure only what\n--workload names, and replace its rows of that dtype"
-    add(
-        "--blocks",
-        metavar="DIR",
-        help="only time a block over depth, all depths in the same rounds; write blocks.json there",
-    )
     add("--rows", metavar="FILE", help=f"take the rows of this benchmarks.json; {given}")
     return parser
 
@@ -68,15 +63,15 @@ def run(args: argparse.Namespace) -> int:
     if args.batch is not None and args.batch < 1:
         raise ValueError(f"--batch must be at least 1, got {args.batch}")
     check_folder(args.out)
+    threads = torch.get_num_threads() if args.threads is None else args.threads
     if args.blocks:
-        times = block_seconds([WORKLOADS[name] for name in DEPTHS], Settings(threads=torch.get_num_threads()))
-        Path(args.blocks, "blocks.json").write_text(json.dumps(times, indent=1) + "\n")
+        settings = Settings(threads=threads, repeats=args.repeats)
+        write_json(Path(args.blocks, "blocks.json"), block_seconds([WORKLOADS[name] for name in DEPTHS], settings))
         return 0
     start, failed = time.monotonic(), False
     rows, facts = read(Path(args.rows)) if args.rows else ([], {})
     if args.workload or not args.rows:
         keep_freed_memory()
-        threads = torch.get_num_threads() if args.threads is None else args.threads
         limits: dict[str, Any] = {"budget": 10.0, "fewest": 2} if args.quick else {}
         settings = Settings(threads=threads, repeats=args.repeats, **limits)
         facts = conditions(settings)

@@ -214,6 +214,7 @@ def _repeated(case: Case, count: int) -> Callable[[], None]:
 
 def block_seconds(workloads: Sequence[Workload], settings: Settings) -> dict[str, dict[str, float]]:
     """Return method -> workload -> seconds of a block. A shallow network takes more steps in a round, to last equally long."""
+    torch.set_num_threads(settings.threads)
     depths = {workload.name: workload.options["depth"] for workload in workloads}
     counts = {name: max(depths.values()) // depth for name, depth in depths.items()}
     actions = {

@@ -7,14 +7,15 @@ import json
 import math
 from pathlib import Path
 
+import bench
 import methods
 import page
 import pytest
 from bench import main
-from measure import Row
+from measure import Row, Settings
 from page import BARS, Rows, verdicts
 from report import replaced, text
-from workloads import WORKLOADS, Workload
+from workloads import DEPTHS, WORKLOADS, Workload
 
 SMALL = ["--workload", "stage-8x8", "--batch", "1", "--repeats", "1", "--threads", "1"]
 
@@ -185,3 +186,18 @@ def test_times_that_mean_little_are_said_to(
     monkeypatch.setattr("bench.measure", lambda *_: [found])
     assert main([*SMALL, "--method", "revode"]) == 0
     assert ("revode's quartiles lie 40% of its median apart" in capsys.readouterr().err) == wide
+
+
+def test_a_block_over_depth_is_timed_with_the_threads_and_repetitions_asked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen: list[Settings] = []
+
+    def timed(workloads: list[Workload], settings: Settings) -> dict[str, dict[str, float]]:
+        seen.append(settings)
+        return {"revode": {workload.name: 1.0 for workload in workloads}}
+
+    monkeypatch.setattr(bench, "block_seconds", timed)
+    assert main(["--blocks", str(tmp_path), "--threads", "1", "--repeats", "2"]) == 0
+    assert [(settings.threads, settings.repeats) for settings in seen] == [(1, 2)]
+    assert json.loads((tmp_path / "blocks.json").read_text()) == {"revode": dict.fromkeys(DEPTHS, 1.0)}

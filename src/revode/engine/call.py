@@ -86,9 +86,6 @@ def alias(leaf: Any) -> Any:
     return leaf[...] if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
 
 
-_PLAIN = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device, torch.Generator)
-
-
 def with_strides(x: Tensor, strides: tuple[int, ...]) -> Tensor:
     """Return x in these strides, copied if necessary: kernels may give other bits on another layout."""
     if x.stride() == strides:
@@ -117,6 +114,9 @@ class _GradientInStrides(torch.autograd.Function):
 def gradient_in_strides(x: Tensor) -> Tensor:
     """Return x, with its gradient in the strides of x, as the engine gives it to a branch."""
     return _GradientInStrides.apply(x)  # type: ignore[return-value]
+
+
+_PLAIN = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device, torch.Generator)
 
 
 def objects_in(value: Any) -> list[Any]:

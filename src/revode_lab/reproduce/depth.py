@@ -249,9 +249,15 @@ BY_REFINEMENT = TrainingRun(
         "report": False,
     },
 )
-UPDATES = [
-    StepCost(model=DEEP, strategy=way, options={"h": 0.018, "exact": DEFAULT_BITS}, batch_size=100, autocast=True)
-    for way in ("reversible", "store")
+LAST_LEVEL = [
+    StepCost(
+        model=DEEP,
+        strategy=strategy,
+        options=BY_REFINEMENT.options | {"exact": BY_REFINEMENT.settings["exact"]},
+        batch_size=BY_REFINEMENT.batch_size,
+        autocast=True,
+    )
+    for strategy in ("reversible", "store")
 ]
 """A step of the last level, whose peak is that of a fresh process."""
 SMOKE_REFINEMENT = TrainingRun(model=DEEP, **smoke_levels())
@@ -261,7 +267,7 @@ LEVELS_1202 = {
         "CPU budget: 74 layers for 8 epochs at 16x16 and 5 at 24x24, 218 layers for 2 at 24x24, then 120 steps of 100 images "
         "of 1,202 layers at 32x32, with h = 0.018; not the paper's schedule of 80,000 steps, nor its h = 0.1.",
         "cpu budget",
-        [*UPDATES, BY_REFINEMENT, OverDepth(run=BY_REFINEMENT)],
+        [*LAST_LEVEL, BY_REFINEMENT, OverDepth(run=BY_REFINEMENT)],
     ),
     "paper": Budget("The paper's schedule: 80,000 steps of 32 images.", "paper budget", DEPTH_1202["paper"].tasks[-2:]),
 }
